@@ -38,6 +38,12 @@ MAX_ALIASES: Final = 64
 MAX_LABELS: Final = 16
 MAX_FINGERPRINT_FIELDS: Final = 32
 MAX_TRACEPARENT_CHARS: Final = 55
+MAX_TEXT_CHARS: Final = 1024
+"""Free text for operators: a base URL, a version, the name or value of a label or fingerprint field."""
+MAX_PAGE: Final = 10_000
+"""Leases in one answer to a list."""
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+"""One gRPC message, either way. Senders split what is larger."""
 
 _ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}\Z")
 
@@ -111,7 +117,7 @@ class LeaseEventType(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What a lender and a borrower must agree on before a digest means anything; `hash` is compared, `fields` explain."""
+    """What lender and borrower must agree on before a digest means anything; `hash` is compared, `fields` explain."""
 
     hash: bytes = b""
     fields: tuple[tuple[str, str], ...] = ()
@@ -239,6 +245,37 @@ class Located:
     lease: LeaseView | None
     api_url: str = ""
     reason: MissReason | None = None
+
+
+class EndScope(StrEnum):
+    """What an end is aimed at."""
+
+    LEASE = "lease"
+    CONVERSATION = "conversation"
+    ENGINE = "engine"
+    TENANT = "tenant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOrder:
+    """A request to end leases. `target` is the lease, conversation or engine id by `scope`; "" for a whole tenant.
+
+    `tenant` does not restrict an end by engine: that is a drain, for operators.
+    """
+
+    tenant: TenantId
+    scope: EndScope
+    target: str
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseFilter:
+    """Which leases a watch or a list is about; None: all of them."""
+
+    tenant: TenantId | None = None
+    engine_id: EngineId | None = None
+    conversation: ConversationId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,149 @@
+"""What every decode rests on: the limits of registry.proto as checks, and the enum tables.
+
+No message is turned into a value here; that is `wire.py` and `wire_resolve.py`.
+Invariant: a check returns its argument or raises `InvalidRequest` naming field and limit, and never repeats the
+offending text, which may be hostile or private. A member that the contract lacks fails at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, TypeVar
+
+from kvlease.registry.errors import InvalidRequest, Limit
+from kvlease.registry.values import (
+    DIGEST_BYTES,
+    MAX_BATCH,
+    MAX_DIGESTS,
+    MAX_ID_CHARS,
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT_CHARS,
+    MAX_TRACEPARENT_CHARS,
+    ConversationId,
+    EndReason,
+    LeaseEventType,
+    LeaseState,
+    MissReason,
+    OnDeadline,
+    PublishStatus,
+    RenewStatus,
+    TenantId,
+    is_id,
+)
+from kvlease.v1 import registry_pb2 as pb
+
+T = TypeVar("T")
+
+MESSAGE_ROOM_BYTES: Final = MAX_MESSAGE_BYTES - 64 * 1024
+"""What a sender fills of a message; the rest is for framing and small fields."""
+
+_MAX_DIGEST_BYTES: Final = MAX_DIGESTS * DIGEST_BYTES
+
+# Enums, by name; a member that the contract lacks fails here, at import.
+STATE_OUT: Final = {m: pb.LeaseState.Value(f"LEASE_STATE_{m.name}") for m in LeaseState}
+END_OUT: Final = {m: pb.EndReason.Value(f"END_REASON_{m.name}") for m in EndReason}
+ON_DEADLINE_OUT: Final = {m: pb.OnDeadline.Value(f"ON_DEADLINE_{m.name}") for m in OnDeadline}
+MISS_OUT: Final = {m: pb.MissReason.Value(f"MISS_REASON_{m.name}") for m in MissReason}
+RENEW_OUT: Final = {m: pb.RenewStatus.Value(f"RENEW_STATUS_{m.name}") for m in RenewStatus}
+PUBLISH_OUT: Final = {m: pb.PublishStatus.Value(f"PUBLISH_STATUS_{m.name}") for m in PublishStatus}
+EVENT_OUT: Final = {m: pb.LeaseEventType.Value(f"LEASE_EVENT_TYPE_{m.name}") for m in LeaseEventType}
+
+STATE_IN: Final[Mapping[int, LeaseState]] = {n: m for m, n in STATE_OUT.items()}
+END_IN: Final[Mapping[int, EndReason]] = {n: m for m, n in END_OUT.items()}
+ON_DEADLINE_IN: Final[Mapping[int, OnDeadline]] = {0: OnDeadline.LAPSE} | {n: m for m, n in ON_DEADLINE_OUT.items()}
+MISS_IN: Final[Mapping[int, MissReason]] = {n: m for m, n in MISS_OUT.items()}
+RENEW_IN: Final[Mapping[int, RenewStatus]] = {n: m for m, n in RENEW_OUT.items()}
+PUBLISH_IN: Final[Mapping[int, PublishStatus]] = {n: m for m, n in PUBLISH_OUT.items()}
+EVENT_IN: Final[Mapping[int, LeaseEventType]] = {n: m for m, n in EVENT_OUT.items()}
+
+
+def check_id(field: str, text: str) -> str:
+    """`text` if it is a legal id. Raises InvalidRequest, without repeating the text: it may be hostile."""
+    if not is_id(text):
+        raise InvalidRequest(
+            f"{field} must be 1-{MAX_ID_CHARS} characters of [A-Za-z0-9._:@/+=-]", field=field, limit=Limit.ID
+        )
+    return text
+
+
+def check_width(field: str, value: bytes, width: int) -> bytes:
+    """`value` if it is exactly `width` bytes long. Raises InvalidRequest."""
+    if len(value) != width:
+        raise InvalidRequest(f"{field} must be {width} bytes, not {len(value)}", field=field)
+    return value
+
+
+def check_batch(field: str, count: int) -> None:
+    """Raises InvalidRequest unless `count` is 1 to MAX_BATCH."""
+    if not 1 <= count <= MAX_BATCH:
+        raise InvalidRequest(f"{field} must have 1-{MAX_BATCH} items, not {count}", field=field, limit=Limit.BATCH)
+
+
+def check_instant(field: str, value_ms: int) -> int:
+    """`value_ms` if it can be an instant of a monotonic clock. Raises InvalidRequest."""
+    if value_ms < 0:
+        raise InvalidRequest(f"{field} must not be negative", field=field)
+    return value_ms
+
+
+def check_digests(field: str, digests: bytes) -> bytes:
+    if len(digests) % DIGEST_BYTES:
+        raise InvalidRequest(f"{field} must be a multiple of {DIGEST_BYTES} bytes, not {len(digests)}", field=field)
+    if len(digests) > _MAX_DIGEST_BYTES:
+        raise InvalidRequest(f"{field} may have {MAX_DIGESTS} digests at most", field=field, limit=Limit.DIGESTS)
+    return digests
+
+
+def check_text(field: str, text: str) -> str:
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidRequest(f"{field} may have {MAX_TEXT_CHARS} characters at most", field=field, limit=Limit.TEXT)
+    return text
+
+
+def check_traceparent(text: str) -> str:
+    if len(text) > MAX_TRACEPARENT_CHARS:
+        raise InvalidRequest(
+            f"traceparent may have {MAX_TRACEPARENT_CHARS} characters at most",
+            field="traceparent",
+            limit=Limit.TRACEPARENT,
+        )
+    return text
+
+
+def known(field: str, table: Mapping[int, T], number: int) -> T:
+    member = table.get(number)
+    if member is None:
+        raise InvalidRequest(f"{field} has no value {number}", field=field)
+    return member
+
+
+def decode_tenant(text: str) -> TenantId:
+    return TenantId(check_id("tenant", text))
+
+
+def decode_conversation(text: str) -> ConversationId | None:
+    return ConversationId(check_id("conversation", text)) if text else None
+
+
+def decode_pairs(field: str, limit: Limit, most: int, pairs: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    if len(pairs) > most:
+        raise InvalidRequest(f"{field} may have {most} entries at most", field=field, limit=limit)
+    return tuple(sorted((check_text(field, k), check_text(field, v)) for k, v in pairs.items()))
+
+
+def split(items: Iterable[T], size: Callable[[T], int], *, room_bytes: int = MESSAGE_ROOM_BYTES) -> Iterator[list[T]]:
+    """Cut `items`, in order, into batches of at most MAX_BATCH items and `room_bytes` bytes; never an empty batch.
+
+    An item that is larger than the room is a batch of its own.
+    """
+    batch: list[T] = []
+    used = 0
+    for item in items:
+        item_bytes = size(item)
+        if batch and (len(batch) == MAX_BATCH or used + item_bytes > room_bytes):
+            yield batch
+            batch, used = [], 0
+        batch.append(item)
+        used += item_bytes
+    if batch:
+        yield batch

@@ -1,0 +1,263 @@
+"""The borrower's decisions on the scheduler's side: what to ask, what to read, when to stop waiting.
+
+Pure: answers and times come in, decisions go out. One `Borrow` per request, from its arrival to its end. Nothing here
+is ever an error for the request: each way out is a decision to read, or a reason to compute.
+
+Invariant: a request is offered at most one READ, only of whole blocks under a digest that its own prompt has as well,
+and always leaves at least one token to compute.
+
+    ASKING --answer--> PROBING --probe--> READY --decide--> READING --outcome--> BORROWED | COMPUTED(reason)
+       any of them --miss, mismatch, time up--> COMPUTED(reason)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from kvlease.connector.record import RecordContent, RecordInvalid, decode, record_hash
+from kvlease.connector.seal import Proof
+from kvlease.registry.values import (
+    ConversationId,
+    Hit,
+    LeaseId,
+    Miss,
+    MissReason,
+    ResolveQuery,
+    TenantId,
+    common_strides,
+)
+
+MAX_BORROWS: Final = 65_536
+"""Requests tracked at once; beyond it, requests compute (reason `limit`)."""
+
+
+class ComputeReason(StrEnum):
+    """Why a request computes what a lease might have given it. The registry's reasons come first, by the same names."""
+
+    UNKNOWN = "unknown"
+    ENDED = "ended"
+    SUSPECT = "suspect"
+    DIVERGED = "diverged"
+    FINGERPRINT = "fingerprint"
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+    REGISTRY_UNAVAILABLE = "registry_unavailable"
+    RESOLVE_TIMEOUT = "resolve_timeout"
+    RECORD_INVALID = "record_invalid"
+    LENDER_UNREACHABLE = "lender_unreachable"
+    BELOW_THRESHOLD = "below_threshold"
+    LOCAL_HIT = "local_hit"
+    SHORT_PROMPT = "short_prompt"
+    UNSUPPORTED = "unsupported"
+    LIMIT = "limit"
+    READ_FAILED = "read_failed"
+    READ_TIMEOUT = "read_timeout"
+    SEAL_BROKEN = "seal_broken"
+    SEAL_OTHER_RECORD = "seal_other_record"
+    SEAL_UNREADABLE = "seal_unreadable"
+    ABORTED = "aborted"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BorrowTerms:
+    fingerprint_hash: bytes
+    block_tokens: int
+    stride_tokens: int
+    wait_ms: int = 50
+    """How long a request may be held back for a resolve and a probe, from its arrival."""
+    threshold_tokens: int = 64
+    """A READ of fewer tokens is not worth its latency."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is known of a request when it arrives."""
+
+    request_id: str
+    tenant: TenantId
+    conversation: ConversationId | None
+    lease_id: LeaseId | None
+    digests: bytes
+    prompt_tokens: int
+    threshold_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Ask again in the next step: the answer is due."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Read nothing; `first` is True the first time this request is told so."""
+
+    reason: ComputeReason
+    first: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """READ these blocks: the first `matched_tokens` tokens of the prompt, of which `load_tokens` are not here yet."""
+
+    lease_id: LeaseId
+    matched_tokens: int
+    load_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    """Per KV group, from position 0 up to the match."""
+    proofs: tuple[Proof, ...]
+    engine_params: bytes
+    content: RecordContent
+    traceparent: str
+
+
+Decision = Wait | Compute | Read
+
+
+@dataclass(slots=True)
+class _Borrow:
+    ask: Ask
+    begun_ms: int
+    hit: Hit | None = None
+    content: RecordContent | None = None
+    matched_tokens: int = 0
+    reachable: bool = False
+    reading: bool = False
+    reason: ComputeReason | None = None
+    told: bool = False
+
+
+class Borrower:
+    """All borrows of one engine."""
+
+    def __init__(self, terms: BorrowTerms) -> None:
+        self._terms = terms
+        self._borrows: dict[str, _Borrow] = {}
+
+    def __len__(self) -> int:
+        return len(self._borrows)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._borrows
+
+    def begin(self, ask: Ask, now_ms: int) -> ResolveQuery | None:
+        """A request has arrived: what to ask the registry, or None if nothing can be borrowed for it."""
+        borrow = _Borrow(ask=ask, begun_ms=now_ms)
+        if len(self._borrows) >= MAX_BORROWS:
+            return None
+        self._borrows[ask.request_id] = borrow
+        if not ask.digests or self._cap(ask) < self._threshold(ask):
+            borrow.reason = ComputeReason.SHORT_PROMPT
+            return None
+        return ResolveQuery(
+            tenant=ask.tenant,
+            lease_id=ask.lease_id,
+            conversation=ask.conversation,
+            digests=ask.digests,
+            stride_tokens=self._terms.stride_tokens,
+            fingerprint_hash=self._terms.fingerprint_hash,
+        )
+
+    def answered(self, request_id: str, answer: Hit | Miss) -> RecordContent | None:
+        """The registry has answered: whose lender to probe, or None. Answers for requests that are gone are dropped."""
+        borrow = self._borrows.get(request_id)
+        if borrow is None or borrow.reason is not None or borrow.hit is not None:
+            return None
+        if isinstance(answer, Miss):
+            borrow.reason = _miss_reason(answer.reason)
+            return None
+        try:
+            content = decode(answer.record)
+        except RecordInvalid:
+            borrow.reason = ComputeReason.RECORD_INVALID
+            return None
+        if content.fingerprint_hash != self._terms.fingerprint_hash:
+            borrow.reason = ComputeReason.FINGERPRINT
+            return None
+        if (
+            content.block_tokens != self._terms.block_tokens
+            or content.stride_tokens != self._terms.stride_tokens
+            or content.engine_id != answer.engine_id
+            or content.tenant != borrow.ask.tenant
+        ):
+            borrow.reason = ComputeReason.RECORD_INVALID
+            return None
+        matched = common_strides(borrow.ask.digests, answer.record.digests) * content.stride_tokens
+        if not matched:
+            borrow.reason = ComputeReason.DIVERGED
+            return None
+        borrow.hit = answer
+        borrow.content = content
+        borrow.matched_tokens = min(matched, self._cap(borrow.ask))
+        return content
+
+    def probed(self, request_id: str, *, reachable: bool) -> None:
+        """Whether the lender's side channel answered for the engine that the record names."""
+        borrow = self._borrows.get(request_id)
+        if borrow is None or borrow.reason is not None:
+            return
+        borrow.reachable = reachable
+        if not reachable:
+            borrow.reason = ComputeReason.LENDER_UNREACHABLE
+
+    def failed(self, request_id: str, reason: ComputeReason) -> None:
+        """Asking failed, or the request cannot borrow after all."""
+        borrow = self._borrows.get(request_id)
+        if borrow is not None and borrow.reason is None:
+            borrow.reason = reason
+
+    def decide(self, request_id: str, computed_tokens: int, now_ms: int) -> Decision:
+        """The scheduler asks, `computed_tokens` of the prompt being here already. A READ is offered once, then never."""
+        borrow = self._borrows.get(request_id)
+        if borrow is None:
+            return Compute(reason=ComputeReason.UNSUPPORTED, first=False)
+        if borrow.reading:
+            return self._compute(borrow, ComputeReason.PREEMPTED)
+        if borrow.reason is not None:
+            return self._compute(borrow, borrow.reason)
+        if not borrow.reachable or borrow.content is None or borrow.hit is None:
+            if now_ms - borrow.begun_ms < self._terms.wait_ms:
+                return Wait()
+            return self._compute(borrow, ComputeReason.RESOLVE_TIMEOUT)
+        load_tokens = borrow.matched_tokens - computed_tokens
+        if load_tokens <= 0:
+            return self._compute(borrow, ComputeReason.LOCAL_HIT)
+        if load_tokens < self._threshold(borrow.ask):
+            return self._compute(borrow, ComputeReason.BELOW_THRESHOLD)
+        borrow.reading = True
+        blocks = borrow.matched_tokens // self._terms.block_tokens
+        expected = record_hash(borrow.hit.record)
+        return Read(
+            lease_id=borrow.hit.lease_id,
+            matched_tokens=borrow.matched_tokens,
+            load_tokens=load_tokens,
+            block_ids=tuple(group[:blocks] for group in borrow.content.block_ids),
+            proofs=tuple(Proof(seal=seal, record_hash=expected) for seal in borrow.content.seals),
+            engine_params=borrow.content.engine_params,
+            content=borrow.content,
+            traceparent=borrow.hit.traceparent,
+        )
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone."""
+        self._borrows.pop(request_id, None)
+
+    def _cap(self, ask: Ask) -> int:
+        """Whole blocks that leave at least one token of the prompt to compute."""
+        return max(0, ask.prompt_tokens - 1) // self._terms.block_tokens * self._terms.block_tokens
+
+    def _threshold(self, ask: Ask) -> int:
+        return self._terms.threshold_tokens if ask.threshold_tokens is None else ask.threshold_tokens
+
+    @staticmethod
+    def _compute(borrow: _Borrow, reason: ComputeReason) -> Compute:
+        first = not borrow.told
+        borrow.told = True
+        borrow.reason = reason
+        return Compute(reason=reason, first=first)
+
+
+def _miss_reason(reason: MissReason) -> ComputeReason:
+    return ComputeReason(reason.value)

@@ -1,0 +1,66 @@
+"""Digest chains: one 16-byte digest per stride of tokens, each covering everything before it.
+
+Pure. The engine has hashed every block of a request already, each hash covering the whole prefix (tokens, LoRA name,
+cache salt, multimodal inputs, prompt embeddings); a stride's digest is one more hash over the engine's hash at the
+stride's end, seeded with what both engines must agree on. So a chain costs one SHA-256 per stride, not one per token.
+
+Invariant: equal digests at one place mean equal tokens, equal request identity and equal fingerprint up to that place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvlease.registry.values import DIGEST_BYTES, FINGERPRINT_BYTES, MAX_DIGESTS, Fingerprint, TenantId
+
+DEFAULT_STRIDE_TOKENS: Final = 64
+_FINGERPRINT_DOMAIN: Final = b"kvlease fingerprint 1\0"
+_SEED_DOMAIN: Final = b"kvlease seed 1\0"
+
+
+def fingerprint(fields: Mapping[str, str]) -> Fingerprint:
+    """The fingerprint of these fields: their names and values, sorted, hashed to 16 bytes."""
+    ordered = tuple(sorted(fields.items()))
+    digest = hashlib.sha256(_FINGERPRINT_DOMAIN)
+    for name, value in ordered:
+        for part in (name.encode(), value.encode()):
+            digest.update(len(part).to_bytes(4, "little"))
+            digest.update(part)
+    return Fingerprint(hash=digest.digest()[:FINGERPRINT_BYTES], fields=ordered)
+
+
+def seed(fingerprint_hash: bytes, tenant: TenantId) -> bytes:
+    """What a tenant's chains start from on engines with this fingerprint (32 bytes)."""
+    return hashlib.sha256(_SEED_DOMAIN + fingerprint_hash + tenant.encode()).digest()
+
+
+def stride_for(block_tokens: int, hash_tokens: int, wanted: int = DEFAULT_STRIDE_TOKENS) -> int:
+    """The smallest multiple of `block_tokens` and `hash_tokens` that is at least `wanted` tokens.
+
+    Both are powers of two times a small factor in practice; the common multiple is found by counting up.
+    """
+    stride = max(block_tokens, hash_tokens)
+    step = stride
+    while stride % block_tokens or stride % hash_tokens or stride < wanted:
+        stride += step
+    return stride
+
+
+def chain(
+    seed_bytes: bytes, block_hashes: Sequence[bytes], *, hash_tokens: int, stride_tokens: int, tokens: int
+) -> bytes:
+    """Digests of the whole strides within the first `tokens` tokens, concatenated (16 bytes each, at most 4 096).
+
+    `block_hashes` has one prefix hash per `hash_tokens` tokens, as the engine computed them.
+    """
+    per_stride = stride_tokens // hash_tokens
+    strides = min(tokens // stride_tokens, len(block_hashes) // per_stride, MAX_DIGESTS)
+    seeded = hashlib.sha256(seed_bytes)
+    parts: list[bytes] = []
+    for index in range(1, strides + 1):
+        digest = seeded.copy()
+        digest.update(block_hashes[index * per_stride - 1])
+        parts.append(digest.digest()[:DIGEST_BYTES])
+    return b"".join(parts)

@@ -209,7 +209,7 @@ class Borrower:
             borrow.reason = reason
 
     def decide(self, request_id: str, computed_tokens: int, now_ms: int) -> Decision:
-        """The scheduler asks, `computed_tokens` of the prompt being here already. A READ is offered once, then never."""
+        """The scheduler asks, `computed_tokens` of the prompt being here already. A READ is offered once, at most."""
         borrow = self._borrows.get(request_id)
         if borrow is None:
             return Compute(reason=ComputeReason.UNSUPPORTED, first=False)

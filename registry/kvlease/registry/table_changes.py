@@ -1,0 +1,140 @@
+"""What a command to the lease table brings about: what to store, what to tell watchers, whom to push to.
+
+Pure values. The table returns them, the shell carries them out in a fixed order: store, then watchers, then pushes
+and replies. Invariant: applying `stored` of every `Changes` in order to an empty store gives the table's leases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NewType
+
+from kvlease.registry.errors import KvleaseError
+from kvlease.registry.values import (
+    Alias,
+    ConversationId,
+    EndReason,
+    Engine,
+    EngineId,
+    Incarnation,
+    LeaseEvent,
+    LeaseId,
+    Publication,
+    RenewStatus,
+    TenantId,
+)
+
+SessionId = NewType("SessionId", int)
+"""One open line of one lender, numbered by the table; never used twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasePut:
+    """The lease is held: new, or with another deadline."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    publication: Publication
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGone:
+    lease_id: LeaseId
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePut:
+    engine: Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGone:
+    engine_id: EngineId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasPut:
+    tenant: TenantId
+    alias: Alias
+    conversation: ConversationId
+    ttl_ms: int
+
+
+StoreChange = LeasePut | LeaseGone | EnginePut | EngineGone | AliasPut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndPush:
+    """Tell this lender to break the seal and free the blocks."""
+
+    session: SessionId
+    lease_id: LeaseId
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewPush:
+    """Ask this lender to move the deadline at least `ttl_ms` ahead of now (0: its own ttl)."""
+
+    session: SessionId
+    lease_id: LeaseId
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewalSettled:
+    """The answer to everyone who asked to renew this lease. `status` is None if the lender stayed silent."""
+
+    lease_id: LeaseId
+    status: RenewStatus | None
+    remaining_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionClosed:
+    """The session is no longer accepted; its stream is to be closed with `error`."""
+
+    session: SessionId
+    error: KvleaseError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Everything one command brought about, each list in order."""
+
+    stored: tuple[StoreChange, ...] = ()
+    events: tuple[LeaseEvent, ...] = ()
+    ends: tuple[EndPush, ...] = ()
+    renewals: tuple[RenewPush, ...] = ()
+    settled: tuple[RenewalSettled, ...] = ()
+    closed: tuple[SessionClosed, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.events or self.ends or self.renewals or self.settled or self.closed)
+
+
+NOTHING = Changes()
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """Changes while a command is being carried out."""
+
+    stored: list[StoreChange] = field(default_factory=list)
+    events: list[LeaseEvent] = field(default_factory=list)
+    ends: list[EndPush] = field(default_factory=list)
+    renewals: list[RenewPush] = field(default_factory=list)
+    settled: list[RenewalSettled] = field(default_factory=list)
+    closed: list[SessionClosed] = field(default_factory=list)
+
+    def done(self) -> Changes:
+        return Changes(
+            stored=tuple(self.stored),
+            events=tuple(self.events),
+            ends=tuple(self.ends),
+            renewals=tuple(self.renewals),
+            settled=tuple(self.settled),
+            closed=tuple(self.closed),
+        )

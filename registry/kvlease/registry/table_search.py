@@ -1,0 +1,210 @@
+"""Reading the table: the best lease for a prompt, where a conversation's KV is, lists for watchers and operators.
+
+Pure, and changes nothing but the time a branch was last used. A tenant's search never sees another tenant's lease:
+the answer is the same as if it did not exist.
+Invariant: a lease whose end is due, or whose lender is silent, is never answered, whether or not a tick has seen it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvlease.registry.aliases import Aliases
+from kvlease.registry.engines import EngineState
+from kvlease.registry.errors import InvalidRequest
+from kvlease.registry.table_leases import HeldLease
+from kvlease.registry.table_ledger import Ledger
+from kvlease.registry.table_limits import SCAN_LIMIT
+from kvlease.registry.values import (
+    DIGEST_BYTES,
+    Alias,
+    ConversationId,
+    EngineId,
+    EngineStatus,
+    Hit,
+    LeaseFilter,
+    LeaseId,
+    LeaseView,
+    Located,
+    Miss,
+    MissReason,
+    ResolveQuery,
+    TenantId,
+)
+
+_UNKNOWN = Miss(reason=MissReason.UNKNOWN)
+_SUSPECT = Miss(reason=MissReason.SUSPECT)
+_DIVERGED = Miss(reason=MissReason.DIVERGED)
+
+
+class LeaseSearch:
+    """The questions that the table answers."""
+
+    def __init__(self, ledger: Ledger, aliases: Aliases, engines: Mapping[EngineId, EngineState]) -> None:
+        self._ledger = ledger
+        self._index = ledger.index
+        self._aliases = aliases
+        self._engines = engines
+        self._suspect_after_ms = ledger.limits.suspect_after_ms
+
+    def resolve(self, query: ResolveQuery, now_ms: int) -> Hit | Miss:
+        """The lease with the longest common prefix, then the longest time left; or why there is none.
+
+        Raises InvalidRequest if the query names nothing, or its digests are no whole number of digests.
+        """
+        if not query.digests:
+            return self._resolve_named(query, now_ms)
+        if len(query.digests) % DIGEST_BYTES:
+            raise InvalidRequest(f"digests must be a multiple of {DIGEST_BYTES} bytes", field="digests")
+        miss = _UNKNOWN
+        best: HeldLease | None = None
+        best_common = 0
+        best_remaining = 0
+        tenant = self._index.tenants.get(query.tenant)
+        if tenant is not None:
+            by_id = self._index.by_id
+            scanned = 0
+            for common, lease_id in tenant.prefixes.nearest(query.digests):
+                scanned += 1
+                if common < best_common or scanned > SCAN_LIMIT:
+                    break
+                lease: HeldLease = by_id[lease_id]
+                refusal = self._refusal(lease, query, now_ms)
+                if refusal is not None:
+                    if miss is _UNKNOWN and refusal.reason is not MissReason.ENDED:
+                        miss = refusal
+                    continue
+                remaining = lease.holder.remaining_ms(lease, now_ms)
+                if best is None or remaining > best_remaining:
+                    best, best_common, best_remaining = lease, common, remaining
+        if best is not None:
+            return self._hit(best, best_common, best_remaining, now_ms)
+        if miss is _UNKNOWN:
+            return self._reason_by_name(query, now_ms)
+        return miss
+
+    def locate(
+        self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias], now_ms: int
+    ) -> Located:
+        """The longest resolvable lease of the conversation, or of the one that the first known alias names."""
+        if conversation is None:
+            conversation = self._aliases.find(tenant, aliases, now_ms)
+            if conversation is None:
+                return Located(conversation=None, lease=None, reason=MissReason.UNKNOWN)
+        query = ResolveQuery(tenant=tenant, conversation=conversation)
+        found = self._best_of(self._index.branches(tenant, conversation), query, now_ms)
+        if isinstance(found, Miss):
+            return Located(conversation=conversation, lease=None, reason=found.reason)
+        found.used_ms = now_ms
+        view = self._ledger.view(found, now_ms)
+        return Located(conversation=conversation, lease=view, api_url=found.holder.engine.api_url)
+
+    def list_leases(
+        self, wanted: LeaseFilter, *, after: LeaseId | None, limit: int, now_ms: int
+    ) -> tuple[list[LeaseView], LeaseId | None]:
+        """Leases in order of their ids after `after`, and where to go on (None: that was all).
+
+        Looks at no more than ten times `limit` leases, so a page may be short, or empty, and not the last.
+        """
+        views: list[LeaseView] = []
+        if wanted.tenant is not None and wanted.conversation is not None:
+            branches = self._index.branches(wanted.tenant, wanted.conversation)
+            leases: Iterable[HeldLease] = sorted(branches, key=lambda x: x.publication.lease_id)
+            return [self._ledger.view(x, now_ms) for x in leases if self._listed(x, wanted, now_ms)], None
+        by_id = self._index.by_id
+        ids = by_id.irange(minimum=after, inclusive=(False, True)) if after is not None else iter(by_id)
+        for scanned, lease_id in enumerate(ids, start=1):
+            lease = by_id[lease_id]
+            if self._listed(lease, wanted, now_ms):
+                views.append(self._ledger.view(lease, now_ms))
+            if len(views) >= limit or scanned >= 10 * limit:
+                return views, lease_id
+        return views, None
+
+    def list_engines(self, now_ms: int) -> list[EngineStatus]:
+        """Every engine that has not departed, by id."""
+        return [self._engines[x].status(now_ms, self._suspect_after_ms) for x in sorted(self._engines)]
+
+    def _listed(self, lease: HeldLease, wanted: LeaseFilter, now_ms: int) -> bool:
+        publication = lease.publication
+        return (
+            (wanted.tenant is None or publication.tenant == wanted.tenant)
+            and (wanted.engine_id is None or lease.holder.engine.engine_id == wanted.engine_id)
+            and (wanted.conversation is None or publication.conversation == wanted.conversation)
+            and self._ledger.end_due(lease, now_ms) is None
+        )
+
+    def _hit(self, lease: HeldLease, common: int, remaining_ms: int, now_ms: int) -> Hit:
+        lease.used_ms = now_ms
+        publication, engine = lease.publication, lease.holder.engine
+        return Hit(
+            lease_id=publication.lease_id,
+            engine_id=engine.engine_id,
+            incarnation=engine.incarnation,
+            conversation=publication.conversation,
+            record=publication.record,
+            matched_strides=common,
+            state=self._ledger.state(lease, now_ms),
+            remaining_ms=remaining_ms,
+            traceparent=publication.traceparent,
+        )
+
+    def _refusal(self, lease: HeldLease, query: ResolveQuery, now_ms: int) -> Miss | None:
+        """Why this lease may not be answered to this query, prefixes aside."""
+        reason = self._ledger.end_due(lease, now_ms)
+        if reason is not None:
+            return Miss(reason=MissReason.ENDED, end_reason=reason)
+        holder, publication = lease.holder, lease.publication
+        if holder.is_suspect(now_ms, self._suspect_after_ms):
+            return _SUSPECT
+        if query.fingerprint_hash and query.fingerprint_hash != publication.fingerprint_hash:
+            return Miss(reason=MissReason.FINGERPRINT, lender_fingerprint=holder.engine.fingerprint)
+        if query.digests and query.stride_tokens and query.stride_tokens != publication.stride_tokens:
+            return _DIVERGED
+        return None
+
+    def _resolve_named(self, query: ResolveQuery, now_ms: int) -> Hit | Miss:
+        if query.lease_id is None and query.conversation is None:
+            raise InvalidRequest("one of lease_id, conversation and digests must be given", field="digests")
+        found: HeldLease | Miss = _UNKNOWN
+        if query.lease_id is not None:
+            found = self._by_lease_id(query, now_ms)
+        if query.conversation is not None and isinstance(found, Miss):
+            best = self._best_of(self._index.branches(query.tenant, query.conversation), query, now_ms)
+            if not isinstance(best, Miss) or found is _UNKNOWN:
+                found = best
+        if isinstance(found, Miss):
+            return found
+        return self._hit(found, found.publication.strides, found.holder.remaining_ms(found, now_ms), now_ms)
+
+    def _by_lease_id(self, query: ResolveQuery, now_ms: int) -> HeldLease | Miss:
+        assert query.lease_id is not None
+        lease = self._index.of(query.tenant, query.lease_id)
+        if lease is not None:
+            return self._refusal(lease, query, now_ms) or lease
+        reason = self._ledger.ended.reason_for(query.lease_id, query.tenant)
+        return _UNKNOWN if reason is None else Miss(reason=MissReason.ENDED, end_reason=reason)
+
+    def _best_of(self, leases: Iterable[HeldLease], query: ResolveQuery, now_ms: int) -> HeldLease | Miss:
+        """The longest of the leases that may be answered, then the one with the longest time left."""
+        miss = _UNKNOWN
+        best: HeldLease | None = None
+        best_key = (0, 0)
+        for lease in leases:
+            refusal = self._refusal(lease, query, now_ms)
+            if refusal is not None:
+                miss = refusal if miss is _UNKNOWN or miss.reason is MissReason.ENDED else miss
+                continue
+            key = (lease.publication.tokens, lease.holder.remaining_ms(lease, now_ms))
+            if best is None or key > best_key:
+                best, best_key = lease, key
+        return best if best is not None else miss
+
+    def _reason_by_name(self, query: ResolveQuery, now_ms: int) -> Miss:
+        """No lease shares a stride with the digests: what the lease or conversation named has to say to that."""
+        found: HeldLease | Miss = _UNKNOWN
+        if query.lease_id is not None:
+            found = self._by_lease_id(query, now_ms)
+        if found is _UNKNOWN and query.conversation is not None:
+            found = self._best_of(self._index.branches(query.tenant, query.conversation), query, now_ms)
+        return found if isinstance(found, Miss) else _DIVERGED

@@ -241,7 +241,7 @@ class LeaseHolder:
             self._live_blocks += len(held.blocks)
         held.deadline_ms = max(held.deadline_ms, now_ms + (ttl_ms or self._terms.ttl_ms))
         heapq.heappush(self._deadlines, (held.deadline_ms, lease_id))
-        effects.append(AnnounceRenewed(lease_id=lease_id, deadline_ms=held.deadline_ms))
+        effects.append(AnnounceRenewed(lease_id=lease_id, deadline_ms=held.deadline_ms, publication=held.publication))
         return effects
 
     def end(self, lease_id: LeaseId, reason: EndReason) -> list[Effect]:
@@ -359,7 +359,7 @@ class LeaseHolder:
         if held.state is LeaseState.LIVE:
             self._live_blocks -= len(held.blocks)
             effects.append(Free(blocks=held.blocks))
-        effects.append(AnnounceEnded(lease_id=lease_id, reason=reason))
+        effects.append(AnnounceEnded(lease_id=lease_id, reason=reason, publication=held.publication))
         return effects
 
     def check(self) -> None:

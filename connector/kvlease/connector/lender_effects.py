@@ -62,12 +62,14 @@ class AnnounceLapsed:
 class AnnounceRenewed:
     lease_id: LeaseId
     deadline_ms: int
+    publication: Publication
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnounceEnded:
     lease_id: LeaseId
     reason: EndReason
+    publication: Publication
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

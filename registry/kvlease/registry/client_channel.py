@@ -6,11 +6,13 @@ Invariant: pings are never closer than `MIN_PING_MS`, or the other side closes t
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Final
 
 import grpc
 import grpc.aio
+from kvlease.registry.errors import RegistryUnavailable
 from kvlease.registry.telemetry import TraceparentInterceptor
 from kvlease.registry.values import MAX_MESSAGE_BYTES
 
@@ -65,3 +67,20 @@ def open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None = No
     if credentials is None:
         return grpc.aio.insecure_channel(endpoint, options=CLIENT_OPTIONS, interceptors=interceptors)
     return grpc.aio.secure_channel(endpoint, credentials, options=CLIENT_OPTIONS, interceptors=interceptors)
+
+
+async def connected(channel: grpc.aio.Channel, *, timeout_ms: int, patient: bool) -> None:
+    """Wait until `channel` has a connection; the channel itself paces its attempts.
+
+    `patient` waits on while attempts fail; otherwise the first failed attempt ends the wait. Raises
+    RegistryUnavailable after `timeout_ms` at the latest.
+    """
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+                failed = state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not patient
+                if failed or state is grpc.ChannelConnectivity.SHUTDOWN:
+                    raise RegistryUnavailable("the registry cannot be reached")
+                await channel.wait_for_state_change(state)
+    except TimeoutError as error:
+        raise RegistryUnavailable(f"no connection to the registry within {timeout_ms} ms") from error

@@ -1,4 +1,3 @@
-# ruff: noqa: N818 - the names say what happened, as in `except LenderSilent`
 """Every error of kvlease as a type, and the one table that gives each its gRPC status and its retry hint.
 
 Pure: a core may raise these. No grpc here; `errors_grpc.py` turns an error into status details and back.
@@ -93,6 +92,10 @@ class KvleaseError(Exception):
         """The error again, from what travelled. Unknown details are ignored: a newer peer may send more."""
         del details
         return cls(message, retry_after_ms=retry_after_ms)
+
+    def again(self) -> Self:
+        """A fresh instance, for the next of several callers that fail for the same cause."""
+        return type(self).restore(self.message, self.details, self.retry_after_ms)
 
 
 _NO_DETAILS: Final[Mapping[str, str]] = MappingProxyType({})

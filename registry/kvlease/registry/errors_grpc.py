@@ -75,19 +75,19 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> KvleaseError:
     details = _details(error)
     if details is None:
         return _BARE_CODES.get(error.code(), InternalError)(message)
-    try:
-        status = status_pb2.Status.FromString(details)
-    except DecodeError:
-        return InternalError(message)
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
     wait_ms: int | None = None
-    for detail in status.details:
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            detail.Unpack(info)
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            detail.Unpack(retry)
-            wait_ms = retry.retry_delay.ToMilliseconds()
+    try:
+        status = status_pb2.Status.FromString(details)
+        for detail in status.details:
+            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                detail.Unpack(info)
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                detail.Unpack(retry)
+                wait_ms = retry.retry_delay.ToMilliseconds()
+    except DecodeError:
+        return _BARE_CODES.get(error.code(), InternalError)(message)
     if info.domain != ERROR_DOMAIN:
         return _BARE_CODES.get(error.code(), InternalError)(message)
     try:

@@ -295,6 +295,13 @@ def decode_renew(message: pb.RenewRequest) -> tuple[TenantId, LeaseId, int]:
     return decode_tenant(message.tenant), LeaseId(check_id("lease_id", message.lease_id)), message.ttl_ms
 
 
+def encode_renew(tenant: TenantId, lease_id: LeaseId, ttl_ms: int) -> pb.RenewRequest:
+    """Raises InvalidRequest, as decoding it would."""
+    check_id("tenant", tenant)
+    check_id("lease_id", lease_id)
+    return pb.RenewRequest(tenant=tenant, lease_id=lease_id, ttl_ms=ttl_ms)
+
+
 def decode_end(message: pb.EndRequest) -> EndOrder:
     """RELEASED if no reason is given. Raises InvalidRequest."""
     reason = known("reason", END_IN, message.reason or pb.END_REASON_RELEASED)
@@ -315,6 +322,11 @@ def decode_end(message: pb.EndRequest) -> EndOrder:
 
 
 def encode_end(value: EndOrder) -> pb.EndRequest:
+    """Raises InvalidRequest, as decoding it would."""
+    if value.tenant or value.scope is not EndScope.ENGINE:
+        check_id("tenant", value.tenant)
+    if value.scope is not EndScope.TENANT:
+        check_id(f"{value.scope} to end", value.target)
     message = pb.EndRequest(tenant=value.tenant, reason=END_OUT[value.reason])
     match value.scope:
         case EndScope.LEASE:
@@ -342,3 +354,26 @@ def decode_page_size(message: pb.ListLeasesRequest, *, default: int = 1_000) -> 
     if message.page_size > MAX_PAGE:
         raise InvalidRequest(f"page_size may be {MAX_PAGE} at most", field="page_size", limit=Limit.PAGE)
     return message.page_size or default
+
+
+def encode_watch(value: LeaseFilter, from_revision: int) -> pb.WatchRequest:
+    """Raises InvalidRequest, as decoding it would."""
+    message = pb.WatchRequest(from_revision=from_revision)
+    _fill_filter(message, value)
+    return message
+
+
+def encode_list(value: LeaseFilter, page_size: int) -> pb.ListLeasesRequest:
+    """Raises InvalidRequest, as decoding it would."""
+    message = pb.ListLeasesRequest(page_size=page_size)
+    _fill_filter(message, value)
+    return message
+
+
+def _fill_filter(message: pb.WatchRequest | pb.ListLeasesRequest, value: LeaseFilter) -> None:
+    if value.tenant:
+        message.tenant = check_id("tenant", value.tenant)
+    if value.engine_id:
+        message.engine_id = check_id("engine_id", value.engine_id)
+    if value.conversation:
+        message.conversation = check_id("conversation", value.conversation)

@@ -78,15 +78,38 @@ def decode_query(message: pb.ResolveRequest) -> ResolveQuery:
     )
 
 
+def check_query(value: ResolveQuery) -> None:
+    """What `decode_query` would refuse, before it is sent. Raises InvalidRequest."""
+    check_id("tenant", value.tenant)
+    if value.lease_id:
+        check_id("lease_id", value.lease_id)
+    if value.conversation:
+        check_id("conversation", value.conversation)
+    if value.fingerprint_hash:
+        check_width("fingerprint_hash", value.fingerprint_hash, FINGERPRINT_BYTES)
+    check_digests("digests", value.digests)
+    if value.digests and not 0 < value.stride_tokens < 2**32:
+        raise InvalidRequest("stride_tokens must be given with digests", field="stride_tokens")
+    if not (value.digests or value.lease_id or value.conversation):
+        raise InvalidRequest("one of lease_id, conversation and digests must be given", field="digests")
+
+
+def fill_query(target: pb.ResolveRequest, value: ResolveQuery) -> None:
+    """Write `value` into an empty message in place."""
+    target.tenant = value.tenant
+    if value.lease_id:
+        target.lease_id = value.lease_id
+    if value.conversation:
+        target.conversation = value.conversation
+    target.digests = value.digests
+    target.stride_tokens = value.stride_tokens
+    target.fingerprint_hash = value.fingerprint_hash
+
+
 def encode_query(value: ResolveQuery) -> pb.ResolveRequest:
-    return pb.ResolveRequest(
-        tenant=value.tenant,
-        lease_id=value.lease_id or "",
-        conversation=value.conversation or "",
-        digests=value.digests,
-        stride_tokens=value.stride_tokens,
-        fingerprint_hash=value.fingerprint_hash,
-    )
+    message = pb.ResolveRequest()
+    fill_query(message, value)
+    return message
 
 
 def fill_answer(target: pb.ResolveResponse, answer: Hit | Miss) -> None:
@@ -186,7 +209,25 @@ def decode_locate(message: pb.LocateRequest) -> tuple[TenantId, ConversationId |
     return decode_tenant(message.tenant), decode_conversation(message.conversation), aliases
 
 
+def encode_locate(tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias]) -> pb.LocateRequest:
+    """Raises InvalidRequest, as decoding it would."""
+    check_id("tenant", tenant)
+    name = check_id("conversation", conversation) if conversation else ""
+    return pb.LocateRequest(tenant=tenant, conversation=name, aliases=decode_aliases(aliases))
+
+
 def decode_naming(message: pb.NameConversationRequest) -> tuple[TenantId, ConversationId, tuple[Alias, ...], int]:
     """Tenant, conversation, aliases, ttl in ms (0: the registry's default). Raises InvalidRequest."""
     conversation = ConversationId(check_id("conversation", message.conversation))
     return decode_tenant(message.tenant), conversation, decode_aliases(message.aliases), message.ttl_ms
+
+
+def encode_naming(
+    tenant: TenantId, conversation: ConversationId, aliases: Sequence[Alias], ttl_ms: int
+) -> pb.NameConversationRequest:
+    """Raises InvalidRequest, as decoding it would."""
+    check_id("tenant", tenant)
+    check_id("conversation", conversation)
+    return pb.NameConversationRequest(
+        tenant=tenant, conversation=conversation, aliases=decode_aliases(aliases), ttl_ms=ttl_ms
+    )

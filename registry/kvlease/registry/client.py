@@ -1,0 +1,355 @@
+"""The registry's client, for borrowers, routers and operators. Lenders also hold a session: `lender_session.py`.
+
+A thin asyncio shell over gRPC: encode, call, decode. It decides nothing and keeps no copy of the registry's state.
+Invariants: every call has a deadline; whatever fails is a typed error of `errors.py`, chained to its cause; an
+answer that breaks the contract is `MalformedAnswer` and reaches nobody.
+Shutdown order: resolve stream, then channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Final, NoReturn, Protocol, Self, TypeVar
+
+import grpc
+import grpc.aio
+from kvlease.registry.backoff import Backoff
+from kvlease.registry.client_channel import ClientLimits, open_channel
+from kvlease.registry.errors import InvalidRequest, MalformedAnswer, RegistryUnavailable
+from kvlease.registry.errors_grpc import from_rpc_error
+from kvlease.registry.resolve_stream import ResolveStream
+from kvlease.registry.values import (
+    MAX_PAGE,
+    Alias,
+    ConversationId,
+    EndOrder,
+    EndReason,
+    EndScope,
+    EngineId,
+    EngineStatus,
+    Hit,
+    Incarnation,
+    LeaseEvents,
+    LeaseFilter,
+    LeaseId,
+    LeaseList,
+    LeaseView,
+    Located,
+    Miss,
+    Publication,
+    PublishResult,
+    RenewResult,
+    ResolveQuery,
+    TenantId,
+)
+from kvlease.registry.wire import (
+    decode_engine_status,
+    decode_event,
+    decode_lease,
+    decode_publish_result,
+    decode_renew_status,
+    encode_end,
+    encode_list,
+    encode_publication,
+    encode_renew,
+    encode_watch,
+)
+from kvlease.registry.wire_checks import split
+from kvlease.registry.wire_resolve import (
+    check_query,
+    decode_answer,
+    decode_located,
+    encode_locate,
+    encode_naming,
+    encode_query,
+)
+from kvlease.v1 import registry_pb2 as pb
+from kvlease.v1.registry_pb2_grpc import RegistryAsyncStub, RegistryStub
+
+Request = TypeVar("Request", contravariant=True)
+Response = TypeVar("Response", covariant=True)
+Message = TypeVar("Message")
+Value = TypeVar("Value")
+
+LeaseEventStream = AsyncGenerator[LeaseEvents, None]
+
+EVERYTHING: Final = LeaseFilter()
+
+
+class UnaryMethod(Protocol[Request, Response]):
+    """One unary rpc of the stub."""
+
+    def __call__(self, request: Request, /, *, timeout: float | None = None) -> Awaitable[Response]: ...
+
+
+class RegistryClient:
+    """A client of one registry, or of several behind one target. Use it as an async context manager, in one task.
+
+    Its methods may be called from any task of the same event loop. All raise RegistryUnavailable if no registry can
+    be reached, DeadlineExceeded if it does not answer in time (`timeout_ms`, limits.call_timeout_ms by default),
+    InvalidRequest if an argument breaks the contract, and MalformedAnswer if the answer does.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        limits: ClientLimits | None = None,
+        fraction: Callable[[], float] = random.random,
+    ) -> None:
+        """`endpoint` is host:port or any gRPC target; `fraction` spreads reconnects: numbers in [0, 1). No I/O here."""
+        self._endpoint: Final = endpoint
+        self._credentials: Final = credentials
+        self._limits: Final = limits or ClientLimits()
+        self._fraction: Final = fraction
+        self._group: Final = asyncio.TaskGroup()
+        self._open: _Open | None = None
+
+    async def __aenter__(self) -> Self:
+        channel = open_channel(self._endpoint, self._credentials)
+        backoff = Backoff(
+            first_ms=self._limits.backoff_first_ms, cap_ms=self._limits.backoff_cap_ms, fraction=self._fraction
+        )
+        stream = ResolveStream(channel, self._limits, backoff)
+        await self._group.__aenter__()
+        runner = self._group.create_task(stream.run(), name="kvlease resolve stream")
+        self._open = _Open(channel, RegistryStub(channel), stream, runner)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        opened, self._open = self._opened, None
+        opened.runner.cancel()
+        try:
+            # The caller's own error is not the group's: it passes as it is, not inside an ExceptionGroup.
+            await self._group.__aexit__(None, None, None)
+        finally:
+            await opened.channel.close()
+
+    @property
+    def outstanding(self) -> int:
+        """Resolves on the stream that wait for an answer."""
+        return self._opened.stream.outstanding
+
+    @property
+    def late_answers(self) -> int:
+        """Answers on the stream that came after their caller had gone."""
+        return self._opened.stream.late_answers
+
+    # --- borrowers ---
+
+    async def resolve(self, query: ResolveQuery, *, timeout_ms: int) -> Hit | Miss:
+        """The best lease for a prompt, over the open stream. Fails at once while the registry is away."""
+        return await self._opened.stream.resolve(query, timeout_ms=timeout_ms)
+
+    async def resolve_unary(self, query: ResolveQuery, *, timeout_ms: int | None = None) -> Hit | Miss:
+        """The same as one unary call. Raises Overloaded where the stream answers a miss with that reason."""
+        check_query(query)
+        response = await self._call(self._stub.Resolve, encode_query(query), timeout_ms)
+        return _decoded(decode_answer, response)
+
+    # --- routers ---
+
+    async def locate(
+        self,
+        tenant: TenantId,
+        conversation: ConversationId | None = None,
+        aliases: Sequence[Alias] = (),
+        *,
+        timeout_ms: int | None = None,
+    ) -> Located:
+        """Where a conversation's KV is. `aliases`: longest message prefix first."""
+        request = encode_locate(tenant, conversation, aliases)
+        return _decoded(decode_located, await self._call(self._stub.Locate, request, timeout_ms))
+
+    async def name_conversation(
+        self,
+        tenant: TenantId,
+        conversation: ConversationId,
+        aliases: Sequence[Alias],
+        *,
+        ttl_ms: int = 0,
+        timeout_ms: int | None = None,
+    ) -> None:
+        """Give a conversation further names, for `ttl_ms` (0: the registry's default)."""
+        request = encode_naming(tenant, conversation, aliases, ttl_ms)
+        await self._call(self._stub.NameConversation, request, timeout_ms)
+
+    async def renew(
+        self, tenant: TenantId, lease_id: LeaseId, ttl_ms: int = 0, *, timeout_ms: int | None = None
+    ) -> RenewResult:
+        """Ask the lender to move a lease's deadline `ttl_ms` ahead (0: its own ttl). Raises LenderSilent."""
+        request = encode_renew(tenant, lease_id, ttl_ms)
+        response = await self._call(self._stub.Renew, request, timeout_ms)
+        return RenewResult(status=_decoded(decode_renew_status, response.status), remaining_ms=response.remaining_ms)
+
+    # --- ends ---
+
+    async def end_lease(
+        self,
+        tenant: TenantId,
+        lease_id: LeaseId,
+        reason: EndReason = EndReason.RELEASED,
+        *,
+        timeout_ms: int | None = None,
+    ) -> int:
+        """End a lease for good; how many were ended (0: it was not there). Safe to repeat, as are the three below."""
+        order = EndOrder(tenant=tenant, scope=EndScope.LEASE, target=lease_id, reason=reason)
+        return await self._end(order, timeout_ms)
+
+    async def end_conversation(
+        self,
+        tenant: TenantId,
+        conversation: ConversationId,
+        reason: EndReason = EndReason.RELEASED,
+        *,
+        timeout_ms: int | None = None,
+    ) -> int:
+        """End all leases of a conversation; how many were ended."""
+        order = EndOrder(tenant=tenant, scope=EndScope.CONVERSATION, target=conversation, reason=reason)
+        return await self._end(order, timeout_ms)
+
+    async def end_engine(
+        self, engine_id: EngineId, reason: EndReason = EndReason.DRAINED, *, timeout_ms: int | None = None
+    ) -> int:
+        """End all leases of an engine, of all tenants; how many were ended."""
+        order = EndOrder(tenant=TenantId(""), scope=EndScope.ENGINE, target=engine_id, reason=reason)
+        return await self._end(order, timeout_ms)
+
+    async def end_tenant(
+        self, tenant: TenantId, reason: EndReason = EndReason.RELEASED, *, timeout_ms: int | None = None
+    ) -> int:
+        """End all leases of a tenant; how many were ended."""
+        order = EndOrder(tenant=tenant, scope=EndScope.TENANT, target="", reason=reason)
+        return await self._end(order, timeout_ms)
+
+    # --- lenders, beside their session ---
+
+    async def publish(
+        self,
+        engine_id: EngineId,
+        incarnation: Incarnation,
+        publications: Sequence[Publication],
+        *,
+        timeout_ms: int | None = None,
+    ) -> list[PublishResult]:
+        """Make leases resolvable; one result each, in order. As many calls as the message limit asks for.
+
+        Raises NoSession if the lender has no session. Publishing the same again is safe.
+        """
+        results: list[PublishResult] = []
+        for batch in split(map(encode_publication, publications), pb.PublishItem.ByteSize):
+            request = pb.PublishRequest(engine_id=engine_id, incarnation=incarnation, leases=batch)
+            response = await self._call(self._stub.Publish, request, timeout_ms)
+            if len(response.results) != len(batch):
+                raise MalformedAnswer(f"{len(batch)} leases published, {len(response.results)} results")
+            results.extend(_decoded(decode_publish_result, result) for result in response.results)
+        return results
+
+    # --- operators and watchers ---
+
+    async def list_leases(
+        self, selection: LeaseFilter = EVERYTHING, *, page_size: int = MAX_PAGE, timeout_ms: int | None = None
+    ) -> LeaseList:
+        """Every resolvable lease that matches, of all pages; `timeout_ms` is for each page.
+
+        Leases may change between two pages. The revision is the first page's, so a watch from it sees every such
+        change; a lease that is on two pages is taken from the later one.
+        """
+        leases: dict[tuple[TenantId, LeaseId], LeaseView] = {}
+        request = encode_list(selection, page_size)
+        revision: int | None = None
+        for _ in range(self._limits.max_pages):
+            response = await self._call(self._stub.ListLeases, request, timeout_ms)
+            revision = response.revision if revision is None else revision
+            for message in response.leases:
+                lease = _decoded(decode_lease, message)
+                leases[lease.tenant, lease.lease_id] = lease
+            if not response.next_page_token:
+                return LeaseList(revision=revision, leases=tuple(leases.values()))
+            request.page_token = response.next_page_token
+        raise MalformedAnswer(f"a list of more than {self._limits.max_pages} pages")
+
+    async def list_engines(self, *, timeout_ms: int | None = None) -> tuple[EngineStatus, ...]:
+        """Every engine with a session or with leases."""
+        response = await self._call(self._stub.ListEngines, pb.ListEnginesRequest(), timeout_ms)
+        return tuple(_decoded(decode_engine_status, engine) for engine in response.engines)
+
+    async def watch(self, selection: LeaseFilter = EVERYTHING, *, from_revision: int = 0) -> LeaseEventStream:
+        """Lease events after `from_revision` (0: from now on). The first item says after which revision it starts.
+
+        Has no deadline: it lasts until it is closed (use contextlib.aclosing) or fails. Raises Compacted if the
+        revision is not kept any more or the watcher fell behind, and RegistryUnavailable when the stream ends: list
+        again, then watch.
+        """
+        request = encode_watch(selection, from_revision)
+        call = self._stub.Watch(request)
+        try:
+            while isinstance(message := await call.read(), pb.WatchResponse):
+                events = tuple(_decoded(decode_event, event) for event in message.events)
+                yield LeaseEvents(revision=message.revision, events=events)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+        raise RegistryUnavailable("the registry closed the watch")
+
+    # --- inside ---
+
+    @property
+    def _opened(self) -> _Open:
+        if self._open is None:
+            raise RegistryUnavailable("the client is not open")
+        return self._open
+
+    @property
+    def _stub(self) -> RegistryAsyncStub:
+        return self._opened.stub
+
+    async def _end(self, order: EndOrder, timeout_ms: int | None) -> int:
+        response = await self._call(self._stub.End, encode_end(order), timeout_ms)
+        return response.ended
+
+    async def _call(self, method: UnaryMethod[Message, Value], request: Message, timeout_ms: int | None) -> Value:
+        wait_ms = self._limits.call_timeout_ms if timeout_ms is None else timeout_ms
+        try:
+            return await method(request, timeout=wait_ms / 1000)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not this task was cancelled but its call: the channel was closed under it.
+            raise RegistryUnavailable("the client was closed") from error
+
+
+class _Open:
+    """What exists between __aenter__ and __aexit__."""
+
+    __slots__ = ("channel", "runner", "stream", "stub")
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        stub: RegistryAsyncStub,
+        stream: ResolveStream,
+        runner: asyncio.Task[NoReturn],
+    ) -> None:
+        self.channel: Final = channel
+        self.stub: Final = stub
+        self.stream: Final = stream
+        self.runner: Final = runner
+
+
+def _decoded(decode: Callable[[Message], Value], message: Message) -> Value:
+    """An answer as a value; the fault of an answer is the registry's, not the caller's."""
+    try:
+        return decode(message)
+    except InvalidRequest as error:
+        raise MalformedAnswer(f"the registry's answer: {error.message}") from error

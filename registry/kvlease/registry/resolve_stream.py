@@ -1,0 +1,170 @@
+"""Resolves over one open stream: correlation ids out, answers in any order back.
+
+No retry of a resolve: a miss costs one prefill, which is what a retry would cost too. Used by `client.py` only.
+Invariants: every resolve ends by its own time, with an answer or a typed error; no correlation id outlives its
+caller; an answer that nobody waits for is dropped. What waits while a message is being written goes into the next
+one, so a batch forms by itself under load and a lone resolve is never held back.
+While there is no stream, resolves fail at once instead of using up their time; only the first attempt to connect
+is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+from typing import Final, NoReturn
+
+import grpc
+import grpc.aio
+from kvlease.registry.backoff import Backoff
+from kvlease.registry.client_channel import ClientLimits, connected
+from kvlease.registry.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvleaseError,
+    MalformedAnswer,
+    Overloaded,
+    RegistryUnavailable,
+)
+from kvlease.registry.errors_grpc import from_rpc_error
+from kvlease.registry.values import MAX_BATCH, Hit, Miss, ResolveQuery
+from kvlease.registry.wire_checks import MESSAGE_ROOM_BYTES
+from kvlease.registry.wire_resolve import check_query, decode_answer, fill_query
+from kvlease.v1 import registry_pb2 as pb
+from kvlease.v1.registry_pb2_grpc import RegistryStub
+
+StreamCall = grpc.aio.StreamStreamCall[pb.ResolveStreamRequest, pb.ResolveStreamResponse]
+
+
+class ResolveStream:
+    """One stream, kept open from the first resolve on. `run` must be running while `resolve` is used."""
+
+    def __init__(self, channel: grpc.aio.Channel, limits: ClientLimits, backoff: Backoff) -> None:
+        self._channel: Final = channel
+        self._limits: Final = limits
+        self._backoff: Final = backoff
+        self._waiting: Final[dict[int, asyncio.Future[Hit | Miss]]] = {}
+        self._unsent: Final[dict[int, pb.CorrelatedResolve]] = {}
+        self._wake: Final = asyncio.Event()
+        self._next_id = 1
+        self._down: KvleaseError | None = None
+        self._late_answers = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Resolves that have neither an answer nor an error yet."""
+        return len(self._waiting)
+
+    @property
+    def late_answers(self) -> int:
+        """Answers that came after their caller had gone."""
+        return self._late_answers
+
+    async def resolve(self, query: ResolveQuery, *, timeout_ms: int) -> Hit | Miss:
+        """The registry's answer.
+
+        Raises InvalidRequest before anything is sent, RegistryUnavailable (or what the registry closed the stream
+        with), DeadlineExceeded after `timeout_ms`, Overloaded if too many resolves wait, and MalformedAnswer.
+        """
+        if self._down is not None:
+            raise self._down.again()
+        if len(self._waiting) >= self._limits.max_waiting:
+            raise Overloaded(f"{self._limits.max_waiting} resolves are waiting already")
+        check_query(query)
+        correlation_id = self._next_id
+        self._next_id += 1
+        item = pb.CorrelatedResolve(correlation_id=correlation_id)
+        fill_query(item.request, query)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Hit | Miss] = loop.create_future()
+        self._waiting[correlation_id] = future
+        self._unsent[correlation_id] = item
+        self._wake.set()
+        timer = loop.call_later(timeout_ms / 1000, _expire, future, timeout_ms)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+            self._waiting.pop(correlation_id, None)
+            self._unsent.pop(correlation_id, None)
+
+    async def run(self) -> NoReturn:
+        """Keep the stream open, for as long as this task lives. Opens nothing before the first resolve."""
+        try:
+            await self._wake.wait()
+            while True:
+                try:
+                    await connected(
+                        self._channel,
+                        timeout_ms=self._limits.connect_timeout_ms,
+                        patient=self._down is not None,
+                    )
+                except RegistryUnavailable as error:
+                    self._lose(error)
+                    continue
+                self._down = None
+                self._lose(await self._exchange())
+                await asyncio.sleep(self._backoff.next_ms() / 1000)
+        finally:
+            self._lose(RegistryUnavailable("the client is closed"))
+
+    async def _exchange(self) -> KvleaseError:
+        """Serve one stream to its end; why it ended."""
+        call = RegistryStub(self._channel).ResolveStream()
+        async with asyncio.TaskGroup() as group:
+            writer = group.create_task(self._write(call))
+            try:
+                while isinstance(message := await call.read(), pb.ResolveStreamResponse):
+                    self._take(message)
+                return RegistryUnavailable("the registry closed the stream")
+            except grpc.aio.AioRpcError as error:
+                return from_rpc_error(error)
+            finally:
+                writer.cancel()
+                call.cancel()
+
+    async def _write(self, call: StreamCall) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._unsent:
+                    await call.write(self._next_message())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the stream has ended; the reader sees why
+
+    def _next_message(self) -> pb.ResolveStreamRequest:
+        message = pb.ResolveStreamRequest()
+        room_bytes = MESSAGE_ROOM_BYTES
+        for correlation_id, item in list(islice(self._unsent.items(), MAX_BATCH)):
+            room_bytes -= item.ByteSize()
+            if room_bytes < 0 and message.requests:
+                break
+            message.requests.append(item)
+            del self._unsent[correlation_id]
+        return message
+
+    def _take(self, message: pb.ResolveStreamResponse) -> None:
+        self._backoff.reset()
+        for answer in message.answers:
+            future = self._waiting.get(answer.correlation_id)
+            if future is None or future.done():
+                self._late_answers += 1
+                continue
+            try:
+                future.set_result(decode_answer(answer.response))
+            except InvalidRequest as error:
+                future.set_exception(MalformedAnswer(f"answer to a resolve: {error.message}"))
+
+    def _lose(self, error: KvleaseError) -> None:
+        """No stream any more: nobody waits for it, and nobody starts to."""
+        self._down = error
+        self._unsent.clear()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error.again())
+
+
+def _expire(future: asyncio.Future[Hit | Miss], timeout_ms: int) -> None:
+    if not future.done():
+        future.set_exception(DeadlineExceeded(f"no answer to a resolve within {timeout_ms} ms"))

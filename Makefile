@@ -62,7 +62,7 @@ check: venv proto-check  ## lint, format, types, layers, generated code
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check --quiet . || { echo 'not formatted: make fix'; exit 1; }
 	@$(VENV)/bin/mypy $(CODE)
-	@$(VENV)/bin/lint-imports --config .importlinter
+	@$(VENV)/bin/lint-imports .importlinter
 	@$(PY) -m pytest -q tests/unit/test_architecture.py
 
 .PHONY: fix

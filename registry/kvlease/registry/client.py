@@ -17,6 +17,7 @@ from typing import Final, NoReturn, Protocol, Self, TypeVar
 import grpc
 import grpc.aio
 from kvlease.registry.backoff import Backoff
+from kvlease.registry.batches import split
 from kvlease.registry.client_channel import ClientLimits, open_channel
 from kvlease.registry.errors import InvalidRequest, MalformedAnswer, RegistryUnavailable
 from kvlease.registry.errors_grpc import from_rpc_error
@@ -57,7 +58,6 @@ from kvlease.registry.wire import (
     encode_renew,
     encode_watch,
 )
-from kvlease.registry.wire_checks import split
 from kvlease.registry.wire_resolve import (
     check_query,
     decode_answer,
@@ -130,6 +130,11 @@ class RegistryClient:
             await self._group.__aexit__(None, None, None)
         finally:
             await opened.channel.close()
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The open channel, for a lender's session beside this client."""
+        return self._opened.channel
 
     @property
     def outstanding(self) -> int:

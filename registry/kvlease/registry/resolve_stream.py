@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 import grpc
 import grpc.aio
 from kvlease.registry.backoff import Backoff
+from kvlease.registry.batches import MESSAGE_ROOM_BYTES
 from kvlease.registry.client_channel import ClientLimits, connected
 from kvlease.registry.errors import (
     DeadlineExceeded,
@@ -28,7 +29,6 @@ from kvlease.registry.errors import (
 )
 from kvlease.registry.errors_grpc import from_rpc_error
 from kvlease.registry.values import MAX_BATCH, Hit, Miss, ResolveQuery
-from kvlease.registry.wire_checks import MESSAGE_ROOM_BYTES
 from kvlease.registry.wire_resolve import check_query, decode_answer, fill_query
 from kvlease.v1 import registry_pb2 as pb
 from kvlease.v1.registry_pb2_grpc import RegistryStub
@@ -101,6 +101,7 @@ class ResolveStream:
                     )
                 except RegistryUnavailable as error:
                     self._lose(error)
+                    await asyncio.sleep(self._limits.backoff_first_ms / 1000)
                     continue
                 self._down = None
                 self._lose(await self._exchange())

@@ -7,7 +7,7 @@ offending text, which may be hostile or private. A member that the contract lack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, TypeVar
 
 from kvlease.registry.errors import InvalidRequest, Limit
@@ -16,7 +16,6 @@ from kvlease.registry.values import (
     MAX_BATCH,
     MAX_DIGESTS,
     MAX_ID_CHARS,
-    MAX_MESSAGE_BYTES,
     MAX_TEXT_CHARS,
     MAX_TRACEPARENT_CHARS,
     ConversationId,
@@ -33,9 +32,6 @@ from kvlease.registry.values import (
 from kvlease.v1 import registry_pb2 as pb
 
 T = TypeVar("T")
-
-MESSAGE_ROOM_BYTES: Final = MAX_MESSAGE_BYTES - 64 * 1024
-"""What a sender fills of a message; the rest is for framing and small fields."""
 
 _MAX_DIGEST_BYTES: Final = MAX_DIGESTS * DIGEST_BYTES
 
@@ -129,21 +125,3 @@ def decode_pairs(field: str, limit: Limit, most: int, pairs: Mapping[str, str]) 
     if len(pairs) > most:
         raise InvalidRequest(f"{field} may have {most} entries at most", field=field, limit=limit)
     return tuple(sorted((check_text(field, k), check_text(field, v)) for k, v in pairs.items()))
-
-
-def split(items: Iterable[T], size: Callable[[T], int], *, room_bytes: int = MESSAGE_ROOM_BYTES) -> Iterator[list[T]]:
-    """Cut `items`, in order, into batches of at most MAX_BATCH items and `room_bytes` bytes; never an empty batch.
-
-    An item that is larger than the room is a batch of its own.
-    """
-    batch: list[T] = []
-    used = 0
-    for item in items:
-        item_bytes = size(item)
-        if batch and (len(batch) == MAX_BATCH or used + item_bytes > room_bytes):
-            yield batch
-            batch, used = [], 0
-        batch.append(item)
-        used += item_bytes
-    if batch:
-        yield batch

@@ -16,6 +16,7 @@ from typing import Final
 from kvlease.registry.values import DIGEST_BYTES, FINGERPRINT_BYTES, MAX_DIGESTS, Fingerprint, TenantId
 
 DEFAULT_STRIDE_TOKENS: Final = 64
+MAX_SEEDS: Final = 1_024
 _FINGERPRINT_DOMAIN: Final = b"kvlease fingerprint 1\0"
 _SEED_DOMAIN: Final = b"kvlease seed 1\0"
 
@@ -64,3 +65,19 @@ def chain(
         digest.update(block_hashes[index * per_stride - 1])
         parts.append(digest.digest()[:DIGEST_BYTES])
     return b"".join(parts)
+
+
+class Seeds:
+    """Seeds by tenant for one fingerprint, remembered for the tenants seen last (at most MAX_SEEDS)."""
+
+    def __init__(self, fingerprint_hash: bytes) -> None:
+        self._fingerprint_hash = fingerprint_hash
+        self._seeds: dict[TenantId, bytes] = {}
+
+    def __getitem__(self, tenant: TenantId) -> bytes:
+        known = self._seeds.get(tenant)
+        if known is None:
+            if len(self._seeds) >= MAX_SEEDS:
+                del self._seeds[next(iter(self._seeds))]
+            known = self._seeds[tenant] = seed(self._fingerprint_hash, tenant)
+        return known

@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Final, NoReturn, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -67,7 +67,10 @@ from kvlease.registry.wire_resolve import (
     encode_query,
 )
 from kvlease.v1 import registry_pb2 as pb
-from kvlease.v1.registry_pb2_grpc import RegistryAsyncStub, RegistryStub
+from kvlease.v1.registry_pb2_grpc import RegistryStub
+
+if TYPE_CHECKING:
+    from kvlease.v1.registry_pb2_grpc import RegistryAsyncStub  # exists in the stubs only
 
 Request = TypeVar("Request", contravariant=True)
 Response = TypeVar("Response", covariant=True)

@@ -1,0 +1,122 @@
+"""What the connector relies on in vLLM, and which engines it refuses: the one file to read when vLLM changes.
+
+Each refusal is a sentence that says what to change. The facts themselves are pinned by tests/engines/test_contract.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from kvlease.connector.settings import LOOPBACK, ConnectorSettings, SettingsInvalid
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+TESTED_VLLM: Final = ("0.32",)
+"""Minor versions of vLLM that this release was tested with."""
+_SOUND_HASHES: Final = frozenset({"sha256", "sha256_cbor"})
+
+
+class EngineUnsupported(SettingsInvalid):
+    """This engine cannot lend or borrow safely; the message says what to change."""
+
+
+def check_version(version: str, settings: ConnectorSettings) -> None:
+    """Raises EngineUnsupported for a vLLM that this release was not tested with, unless told to try."""
+    minor = re.match(r"(\d+\.\d+)", version)
+    if (minor is None or minor[1] not in TESTED_VLLM) and not settings.allow_untested_engine:
+        raise EngineUnsupported(
+            f"kvlease was tested with vLLM {', '.join(TESTED_VLLM)}, this is {version}. Install a tested version, "
+            'a kvlease that supports yours, or set "allow_untested_engine": true in the kvlease settings of the engine'
+        )
+
+
+def check_engine(config: VllmConfig, kv_cache: KVCacheConfig, settings: ConnectorSettings, version: str) -> None:
+    """Raises EngineUnsupported, with what to change, for every combination whose seals are not proven."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    check_version(version, settings)
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    parallel = config.parallel_config
+    extra = transfer.kv_connector_extra_config
+    problems: list[str] = []
+    if transfer.kv_load_failure_policy != "recompute":
+        problems.append(
+            'kv_load_failure_policy must be "recompute" in --kv-transfer-config: a READ that is not proven is computed'
+        )
+    if extra.get("bidirectional_kv_xfer"):
+        problems.append("remove bidirectional_kv_xfer from kv_connector_extra_config: kvlease takes its place")
+    if parallel.pipeline_parallel_size > 1:
+        problems.append("--pipeline-parallel-size must be 1: seals of pipeline stages are not proven")
+    if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        problems.append("context parallelism (PCP, DCP) must be off: positions of its shards are not proven")
+    if transfer.kv_buffer_device == "cpu" and config.device_config.device_type != "cpu":
+        problems.append('kv_buffer_device must be the accelerator\'s: the host buffer ("cpu") is not proven')
+    groups = kv_cache.kv_cache_groups
+    if len(groups) != 1 or any(not isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups):
+        problems.append(
+            "hybrid, Mamba and sliding-window models are not supported: their blocks can be written to in place"
+        )
+    elif getattr(groups[0].kv_cache_spec, "sliding_window", None):
+        problems.append("sliding-window attention is not supported: its blocks are given up while the request runs")
+    if config.attention_config.hisparse_config is not None:
+        problems.append("HiSparse is not supported: it watches the same blocks")
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if algorithm not in _SOUND_HASHES:
+        problems.append(
+            f"--prefix-caching-hash-algo must be sha256 or sha256_cbor, not {algorithm}: digests rest on it"
+        )
+    if problems:
+        raise EngineUnsupported("kvlease cannot run in this engine:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def check_side_channel(host: str, settings: ConnectorSettings) -> None:
+    """Raises EngineUnsupported if others could not reach this lender at the address it would publish."""
+    if host in LOOPBACK and not settings.registry_is_local:
+        raise EngineUnsupported(
+            f"this engine would lend under the side channel address {host!r}, which other hosts cannot reach. Set "
+            "VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this host that the prefill engines can reach"
+        )
+
+
+def roles(config: VllmConfig, settings: ConnectorSettings) -> tuple[bool, bool]:
+    """(lends, borrows): as the settings say, else as the engine's kv_role does."""
+    assert config.kv_transfer_config is not None
+    role = config.kv_transfer_config.kv_role
+    lend = role in ("kv_consumer", "kv_both") if settings.lend is None else settings.lend
+    borrow = role in ("kv_producer", "kv_both") if settings.borrow is None else settings.borrow
+    return lend, borrow
+
+
+def fingerprint_fields(
+    config: VllmConfig, settings: ConnectorSettings, *, block_tokens: int, hash_tokens: int, version: str
+) -> dict[str, str]:
+    """What two engines must agree on before a digest means anything."""
+    from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+
+    model, cache = config.model_config, config.cache_config
+    return {
+        "model": settings.model_id or str(model.model),
+        "revision": str(model.revision or ""),
+        "weights_version": settings.weights_version,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization or ""),
+        "kv_dtype": str(cache.cache_dtype),
+        "layers": str(model.get_total_num_hidden_layers()),
+        "kv_heads": str(model.get_total_num_kv_heads()),
+        "head_size": str(model.get_head_size()),
+        "block_tokens": str(block_tokens),
+        "hash_tokens": str(hash_tokens),
+        "hash": str(cache.prefix_caching_hash_algo),
+        "hash_seed": get_none_hash_seed(),
+        "engine": ".".join(version.split(".")[:2]),
+    }
+
+
+def real_tokens(request: Any, reprefillable_tokens: int) -> int:
+    """Tokens of a finished request whose KV is final: computed, not in flight, not beyond the tokens that exist."""
+    computed = request.num_computed_tokens - request.num_in_flight_tokens
+    return max(0, int(min(computed, request.num_tokens)) - reprefillable_tokens)

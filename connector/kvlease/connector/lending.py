@@ -1,0 +1,261 @@
+"""Lending on the engine's thread: carries the lease holder's effects out on the block pool, the seals and the link.
+
+Knows the pool by its shape only, no vLLM import. Everything happens on the engine's thread, synchronously and in the
+order of the effects: a seal is broken before its blocks can be handed out.
+
+Invariant: `on_reuse` never raises and never calls the pool.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvlease.connector import digests
+from kvlease.connector.instruments import Instruments
+from kvlease.connector.journal import Note
+from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan, LoanRefused
+from kvlease.connector.lender_effects import (
+    Announce,
+    AnnounceEnded,
+    AnnounceLapsed,
+    AnnounceRenewed,
+    BreakSeal,
+    Effect,
+    Free,
+    Pin,
+    RefuseRenewal,
+    Unpin,
+    WriteSeal,
+)
+from kvlease.connector.link import EndOrder, Link
+from kvlease.connector.request_params import RequestParams
+from kvlease.connector.seal_table import SealTable
+from kvlease.registry.clock import Clock
+from kvlease.registry.values import DIGEST_BYTES, EndReason, LeaseId, LeaseState, Publication
+
+POOL_REPORT_MS = 1_000
+log = logging.getLogger(__name__)
+
+
+class Block(Protocol):
+    """One block of the engine's pool."""
+
+    @property
+    def block_id(self) -> int: ...
+    @property
+    def is_null(self) -> bool: ...
+
+
+class Pool(Protocol):
+    """What is used of the engine's block pool (vLLM's BlockPool)."""
+
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+    @property
+    def num_gpu_blocks(self) -> int: ...
+    def get_num_free_blocks(self) -> int: ...
+    def touch(self, blocks: Sequence[Block]) -> None: ...
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None: ...
+    def unpin_blocks(self, blocks: Iterable[Block], on_reuse: Callable[[Block], None]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedTurn:
+    """What a finished request leaves behind: how many of its tokens are real, and where they lie."""
+
+    params: RequestParams
+    real_tokens: int
+    block_hashes: Sequence[bytes]
+    block_ids: tuple[Sequence[int], ...]
+
+
+class Lending:
+    """One lender incarnation."""
+
+    def __init__(
+        self,
+        terms: LenderTerms,
+        *,
+        hash_tokens: int,
+        engine_params: dict[str, object],
+        pool: Pool,
+        tables: Sequence[SealTable],
+        link: Link,
+        clock: Clock,
+        instruments: Instruments,
+    ) -> None:
+        self._terms = terms
+        self._hash_tokens = hash_tokens
+        self._engine_params = engine_params
+        self._pool = pool
+        self._tables = tables
+        self._link = link
+        self._clock = clock
+        self._instruments = instruments
+        self._holder = LeaseHolder(terms, first_value=secrets.randbits(63) | 1)
+        self._seeds = digests.Seeds(terms.fingerprint_hash)
+        self._reported_ms = 0
+
+    def __len__(self) -> int:
+        return len(self._holder)
+
+    def finished(self, turn: FinishedTurn) -> LeaseId | None:
+        """Lends the whole strides of a finished turn, if there is one; returns the lease's id."""
+        began_ns = time.monotonic_ns()
+        terms, params = self._terms, turn.params
+        chain = digests.chain(
+            self._seeds[params.tenant],
+            turn.block_hashes,
+            hash_tokens=self._hash_tokens,
+            stride_tokens=terms.stride_tokens,
+            tokens=turn.real_tokens,
+        )
+        strides = len(chain) // DIGEST_BYTES
+        if not strides:
+            self._instruments.not_lent.labels("short").inc()
+            return None
+        blocks = strides * terms.stride_tokens // terms.block_tokens
+        block_ids = tuple(tuple(group[:blocks]) for group in turn.block_ids)
+        if any(self._pool.blocks[block].is_null for group in block_ids for block in group):
+            self._instruments.not_lent.labels("null_block").inc()
+            return None
+        lease_id = LeaseId(secrets.token_hex(16))
+        loan = Loan(
+            lease_id=lease_id,
+            tenant=params.tenant,
+            conversation=params.conversation,
+            digests=chain,
+            block_ids=block_ids,
+            engine_params=json.dumps({**self._engine_params, "remote_request_id": f"kvl:{lease_id}"}).encode(),
+            traceparent=params.traceparent,
+            ttl_ms=None if params.ttl_ms is None else min(params.ttl_ms, terms.ttl_ms),
+        )
+        try:
+            effects = self._holder.lend(loan, self._clock.now_ms())
+        except LoanRefused:
+            self._instruments.not_lent.labels("limit").inc()
+            return None
+        self._carry_out(effects)
+        self._instruments.loans.inc()
+        self._link.note(
+            Note(
+                name="publish",
+                start_ns=began_ns,
+                end_ns=time.monotonic_ns(),
+                traceparent=params.traceparent,
+                attributes=(
+                    ("kvlease.lease_id", lease_id),
+                    ("kvlease.conversation", params.conversation or ""),
+                    ("kvlease.engine_id", terms.engine_id),
+                    ("kvlease.tokens", strides * terms.stride_tokens),
+                    ("kvlease.blocks", blocks),
+                ),
+            )
+        )
+        return lease_id
+
+    def service(self) -> None:
+        """Does what is due: orders of the registry, deadlines. Cheap when nothing is."""
+        now_ms = self._clock.now_ms()
+        while self._link.orders:
+            order = self._link.orders.popleft()
+            if isinstance(order, EndOrder):
+                self._carry_out(self._holder.end(order.lease_id, order.reason))
+            else:
+                self._carry_out(self._holder.renew(order.lease_id, order.ttl_ms, now_ms))
+        self._carry_out(self._holder.tick(now_ms))
+        if now_ms - self._reported_ms >= POOL_REPORT_MS:
+            self._reported_ms = now_ms
+            self._report()
+
+    def make_room(self, wanted_blocks: int) -> bool:
+        """The engine needs this many free blocks: ends leases until it has them; whether any was ended."""
+        missing = wanted_blocks - self._pool.get_num_free_blocks()
+        if missing <= 0 or not self._holder.live_blocks:
+            return False
+        effects = self._holder.relieve(missing)
+        self._carry_out(effects)
+        return bool(effects)
+
+    def end_all(self, reason: EndReason) -> None:
+        self._carry_out(self._holder.end_all(reason))
+
+    def close(self) -> None:
+        """Breaks every seal; the engine's memory is about to go."""
+        self.end_all(EndReason.DRAINED)
+        for table in self._tables:
+            table.break_all()
+
+    def _on_reuse(self, block: Block) -> None:
+        """Called by the pool while it hands `block` out: before anyone can write to it."""
+        try:
+            self._carry_out(self._holder.on_reuse(block.block_id))
+        except Exception:  # an exception here would lose the pool's blocks; every seal is broken instead
+            for table in self._tables:
+                table.break_all()
+            self._instruments.faults.labels("on_reuse").inc()
+            log.exception("kvlease: bookkeeping of a reused block failed; all seals are broken")
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case BreakSeal():
+                    for table in self._tables:
+                        table.break_seal(effect.slot)
+                case WriteSeal():
+                    for table in self._tables:
+                        table.write(effect.slot, effect.value, effect.record_hash)
+                case Pin():
+                    self._pool.touch(self._blocks(effect.blocks))
+                case Free():
+                    self._pool.free_blocks(reversed(self._blocks(effect.blocks)))
+                case Unpin():
+                    self._pool.unpin_blocks(reversed(self._blocks(effect.blocks)), self._on_reuse)
+                case Announce():
+                    self._link.publish(effect.publication)
+                case AnnounceLapsed():
+                    self._link.lapsed(effect.lease_id)
+                case AnnounceRenewed():
+                    self._link.renewed(effect.lease_id, effect.deadline_ms)
+                    self._note("renew", effect.publication, ("kvlease.outcome", "renewed"))
+                case RefuseRenewal():
+                    self._link.refuse_renewal(effect.lease_id, effect.status)
+                case AnnounceEnded():
+                    self._link.ended(effect.lease_id, effect.reason)
+                    self._instruments.ends.labels(effect.reason.value).inc()
+                    self._note("end", effect.publication, ("kvlease.end_reason", effect.reason.value))
+
+    def _note(self, name: str, publication: Publication, *more: tuple[str, str]) -> None:
+        now_ns = time.monotonic_ns()
+        self._link.note(
+            Note(
+                name=name,
+                start_ns=now_ns,
+                end_ns=now_ns,
+                traceparent=publication.traceparent,
+                attributes=(
+                    ("kvlease.lease_id", publication.lease_id),
+                    ("kvlease.conversation", publication.conversation or ""),
+                    ("kvlease.engine_id", self._terms.engine_id),
+                    *more,
+                ),
+            )
+        )
+
+    def _blocks(self, ids: Sequence[int]) -> list[Block]:
+        every = self._pool.blocks
+        return [every[block_id] for block_id in ids]
+
+    def _report(self) -> None:
+        self._link.pool(self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks)
+        instruments, holder = self._instruments, self._holder
+        instruments.held.labels("live").set(holder.count(LeaseState.LIVE))
+        instruments.held.labels("lapsed").set(holder.count(LeaseState.LAPSED))
+        instruments.pinned.set(holder.live_blocks)
+        instruments.pinned_bytes.set(holder.live_blocks * self._terms.block_bytes)

@@ -1,0 +1,235 @@
+"""The connector's thread: everything that waits (registry, probes, telemetry) happens here, nothing of the engine does.
+
+One daemon thread with one event loop per scheduler process. The engine's thread puts work in without ever blocking and
+takes answers out of deques; it is never called from here.
+
+Invariant: a call from the engine's thread costs one append and at most one wake-up of the loop, whatever the network
+does; nothing is kept for requests beyond the named limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Final
+
+from kvlease.connector.borrower import ComputeReason
+from kvlease.connector.journal import Journal, Note
+from kvlease.connector.probe import LenderProbe
+from kvlease.connector.settings import ConnectorSettings
+from kvlease.registry.client import RegistryClient
+from kvlease.registry.clock import Clock
+from kvlease.registry.errors import DeadlineExceeded, KvleaseError
+from kvlease.registry.lender_session import LenderSession
+from kvlease.registry.values import (
+    EndReason,
+    Engine,
+    Hit,
+    LeaseId,
+    Miss,
+    Publication,
+    PublishResult,
+    PublishStatus,
+    RenewStatus,
+    ResolveQuery,
+)
+
+MAX_RESOLVES_IN_FLIGHT: Final = 4_096
+"""Beyond it requests compute at once (reason `overloaded`)."""
+CLOSE_LIMIT_S: Final = 2.0
+"""How long closing may take: the goodbye and the last spans."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of a resolve: the answer and whether its lender could be reached, or why there is no answer."""
+
+    request_id: str
+    answer: Hit | Miss | ComputeReason
+    reachable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOrder:
+    """The registry wants this lease ended, or did not accept it."""
+
+    lease_id: LeaseId
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewOrder:
+    lease_id: LeaseId
+    ttl_ms: int
+
+
+Order = EndOrder | RenewOrder
+_REFUSED: Final = {
+    PublishStatus.CONFLICT: EndReason.RELEASED,
+    PublishStatus.ENDED: EndReason.RELEASED,
+    PublishStatus.QUOTA: EndReason.QUOTA,
+    PublishStatus.INVALID: EndReason.RELEASED,
+}
+
+
+class Link:
+    """The thread and its queues. `start` returns at once; everything works, with misses, while the registry is away."""
+
+    def __init__(self, settings: ConnectorSettings, clock: Clock, journal: Journal, probe: LenderProbe) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._journal = journal
+        self._probe = probe
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="kvlease-link", daemon=True)
+        self._client: RegistryClient | None = None
+        self._session: LenderSession | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        self._in_flight = 0
+        self.answers: deque[Answer] = deque()
+        """Taken by the engine's thread."""
+        self.orders: deque[Order] = deque()
+        """Taken by the engine's thread."""
+
+    # -- called from the engine's thread ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def lend_as(self, engine: Engine) -> None:
+        """Opens the lender's session, once the engine knows all that it says about itself."""
+        self._call(self._open_session, engine)
+
+    def resolve(self, request_id: str, query: ResolveQuery) -> None:
+        if self._in_flight >= MAX_RESOLVES_IN_FLIGHT:
+            self.answers.append(Answer(request_id=request_id, answer=ComputeReason.OVERLOADED))
+            return
+        self._in_flight += 1
+        self._call(self._spawn_resolve, request_id, query)
+
+    def publish(self, publication: Publication) -> None:
+        self._call(self._with_session, lambda session: session.publish(publication))
+
+    def ended(self, lease_id: LeaseId, reason: EndReason) -> None:
+        self._call(self._with_session, lambda session: session.ended(lease_id, reason))
+
+    def renewed(self, lease_id: LeaseId, deadline_ms: int) -> None:
+        self._call(self._with_session, lambda session: session.renewed(lease_id, deadline_ms))
+
+    def lapsed(self, lease_id: LeaseId) -> None:
+        self._call(self._with_session, lambda session: session.lapsed(lease_id))
+
+    def refuse_renewal(self, lease_id: LeaseId, status: RenewStatus) -> None:
+        self._call(self._with_session, lambda session: session.refuse_renewal(lease_id, status))
+
+    def pool(self, free_blocks: int, total_blocks: int) -> None:
+        self._call(self._with_session, lambda session: session.pool(free_blocks, total_blocks))
+
+    def note(self, note: Note) -> None:
+        """Something worth a span; made into one here, so that the engine's thread does not pay for it."""
+        self._call(self._journal.record, note)
+
+    def close(self) -> None:
+        """Says goodbye and stops the thread, within CLOSE_LIMIT_S."""
+        if self._thread.is_alive():
+            self._call(self._stop.set)
+            self._thread.join(CLOSE_LIMIT_S)
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine is going away
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # -- in the thread ---------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._run())
+        except Exception:  # the thread's outermost frame
+            log.exception("kvlease: the connector's thread ended; the engine goes on, computing every prefill")
+        finally:
+            self._loop.close()
+
+    async def _run(self) -> None:
+        async with RegistryClient(self._settings.registry) as client, self._probe:
+            self._client = client
+            await self._stop.wait()
+            if self._session is not None:
+                with contextlib.suppress(KvleaseError, TimeoutError):
+                    async with asyncio.timeout(CLOSE_LIMIT_S / 2):
+                        await self._session.goodbye()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._journal.close)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _open_session(self, engine: Engine) -> None:
+        if self._client is not None and self._session is None:
+            self._session = LenderSession(self._client, engine, clock=self._clock, listener=self)
+            self._spawn(self._keep_session(self._session))
+
+    async def _keep_session(self, session: LenderSession) -> None:
+        try:
+            await session.run()
+        except KvleaseError as error:
+            log.error("kvlease: this engine lends no more: %s", error)
+
+    def _with_session(self, action: Callable[[LenderSession], None]) -> None:
+        if self._session is not None:
+            action(self._session)
+
+    def _spawn_resolve(self, request_id: str, query: ResolveQuery) -> None:
+        self._spawn(self._resolve(request_id, query))
+
+    async def _resolve(self, request_id: str, query: ResolveQuery) -> None:
+        try:
+            self.answers.append(await self._ask(request_id, query))
+        finally:
+            self._in_flight -= 1
+
+    async def _ask(self, request_id: str, query: ResolveQuery) -> Answer:
+        if self._client is None:
+            return Answer(request_id=request_id, answer=ComputeReason.REGISTRY_UNAVAILABLE)
+        try:
+            answer = await self._client.resolve(query, timeout_ms=self._settings.resolve_wait_ms)
+        except DeadlineExceeded:
+            return Answer(request_id=request_id, answer=ComputeReason.RESOLVE_TIMEOUT)
+        except KvleaseError:
+            return Answer(request_id=request_id, answer=ComputeReason.REGISTRY_UNAVAILABLE)
+        reachable = isinstance(answer, Hit) and await self._probe.reachable(answer)
+        return Answer(request_id=request_id, answer=answer, reachable=reachable)
+
+    # -- what the session reports ----------------------------------------------------------------------------------
+
+    def on_end(self, lease_id: LeaseId, reason: EndReason) -> None:
+        self.orders.append(EndOrder(lease_id=lease_id, reason=reason))
+
+    def on_renew(self, lease_id: LeaseId, ttl_ms: int) -> None:
+        self.orders.append(RenewOrder(lease_id=lease_id, ttl_ms=ttl_ms))
+
+    def on_result(self, result: PublishResult) -> None:
+        reason = _REFUSED.get(result.status)
+        if reason is not None:
+            log.warning("kvlease: lease %s was not accepted (%s): %s", result.lease_id, result.status, result.message)
+            self.orders.append(EndOrder(lease_id=result.lease_id, reason=reason))
+
+    def on_refused(self, reason: str, message: str) -> None:
+        log.warning("kvlease: the registry refuses this lender (%s): %s", reason, message)
+
+    def on_connected(self) -> None:
+        log.info("kvlease: session with the registry at %s is open", self._settings.registry)
+
+    def on_disconnected(self) -> None:
+        log.warning("kvlease: session with the registry at %s is lost; reconnecting", self._settings.registry)

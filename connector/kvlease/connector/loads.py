@@ -1,0 +1,40 @@
+"""What the scheduler's and the workers' sides of the connector tell each other about loads, as plain picklable values.
+
+No vLLM, no NIXL: the vLLM metadata objects that carry these are made in `vllm_metadata.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvlease.connector.borrower import ComputeReason
+from kvlease.connector.seal import Proof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """To a worker, beside the READ's metadata: prove this load by these seals."""
+
+    proofs: tuple[Proof, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """From a worker: a load is over."""
+
+    request_id: str
+    rank: int
+    reason: ComputeReason | None
+    late: bool
+    read_us: int
+    prove_us: int
+    bytes_read: int
+
+
+@dataclass(slots=True)
+class WorkerReports:
+    """What workers report in one step."""
+
+    loads: list[LoadReport] = field(default_factory=list)
+    landed_late: list[tuple[str, int]] = field(default_factory=list)
+    """(request id, rank) of late READs that can write no more."""

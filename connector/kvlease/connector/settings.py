@@ -1,0 +1,86 @@
+"""The connector's settings: `kv_connector_extra_config["kvlease"]` of the engine, or KVLEASE_CONNECTOR_* variables.
+
+Typed, with limits; no vLLM here. What the engine itself must look like is checked in `engine_facts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Self
+
+from kvlease.registry.values import DEFAULT_TENANT, OnDeadline, TenantId, is_id
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
+
+
+class SettingsInvalid(ValueError):
+    """The engine must not start with these settings; the message says which to change and how."""
+
+
+def _endpoint(text: str) -> str:
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65_536:
+        raise ValueError(f"must be HOST:PORT, not {text!r}")
+    return text
+
+
+def _optional_endpoint(text: str) -> str:
+    return text and _endpoint(text)
+
+
+def _tenant(text: TenantId) -> TenantId:
+    if not is_id(text):
+        raise ValueError(f"must be 1-128 characters of A-Z a-z 0-9 . _ : @ / + = -, not {text!r}")
+    return text
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
+Tenant = Annotated[TenantId, AfterValidator(_tenant)]
+
+
+class ConnectorSettings(BaseSettings):
+    """All of the connector's own settings; what the engine's configuration says wins over the environment."""
+
+    model_config = SettingsConfigDict(env_prefix="KVLEASE_CONNECTOR_", extra="forbid", frozen=True)
+
+    registry: Endpoint = Field(description="HOST:PORT of the registry")
+    lend: bool | None = Field(None, description="keep the KV of finished turns; default: if the engine decodes")
+    borrow: bool | None = Field(None, description="read leases instead of computing; default: if the engine prefills")
+    lease_ttl_ms: int = Field(480_000, ge=0, le=86_400_000, description="how far ahead a publish puts the deadline")
+    on_deadline: OnDeadline = Field(OnDeadline.LAPSE, description="lapse: readable until reused; end: plain fixed ttl")
+    renewable: bool = Field(False, description="whether others may ask to move deadlines ahead")
+    max_leases: int = Field(4_096, ge=1, le=65_536, description="slots of the seal table")
+    lease_share: float = Field(0.8, gt=0, le=1, description="share of the KV blocks that live leases may hold")
+    stride_tokens: int = Field(64, ge=1, le=4_096, description="tokens per digest, rounded up to whole blocks")
+    resolve_wait_ms: int = Field(50, ge=1, le=5_000, description="how long a request may be held back for a resolve")
+    probe_ms: int = Field(250, ge=1, le=5_000, description="limit of asking a lender's side channel whether it lives")
+    read_limit_ms: int = Field(5_000, ge=50, le=60_000, description="limit of a READ and of its proof")
+    proof_poll_us: int = Field(300, ge=0, le=2_000, description="how long a step may wait for a seal READ")
+    default_tenant: Tenant = Field(DEFAULT_TENANT, description="tenant of requests that name none")
+    api_url: str = Field("", max_length=512, description="base URL of this engine's OpenAI API, for routers")
+    model_id: str = Field("", max_length=256, description="name of the model if its path differs between engines")
+    weights_version: str = Field("0", max_length=64, description="change it whenever the weights change in place")
+    metrics: OptionalEndpoint = Field("", description="HOST:PORT of a Prometheus endpoint; empty: none")
+    otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces; empty: as OTEL_* variables say")
+    allow_untested_engine: bool = Field(False, description="try vLLM versions that this release was not tested with")
+
+    @classmethod
+    def load(cls, given: Mapping[str, object]) -> Self:
+        """Settings from the engine's configuration and the environment; raises SettingsInvalid with one line each."""
+        try:
+            return cls(**given)  # type: ignore[arg-type]  # pydantic checks each value
+        except ValidationError as error:
+            lines = [
+                f"  {'.'.join(str(part) for part in problem['loc']) or 'kvlease'}: {problem['msg']}"
+                for problem in error.errors()
+            ]
+            raise SettingsInvalid(
+                'kv_connector_extra_config["kvlease"] of the engine is not usable:\n' + "\n".join(lines)
+            ) from None
+
+    @property
+    def registry_is_local(self) -> bool:
+        return self.registry.rpartition(":")[0] in LOOPBACK

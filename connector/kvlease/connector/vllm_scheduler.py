@@ -1,0 +1,409 @@
+"""The scheduler's side inside vLLM: stock's NIXL pull scheduler, plus lending at the end of a turn and borrowing at its
+beginning.
+
+Only hooks here; decisions are `Lending`'s and `Borrowing`'s. Runs on EngineCore's main thread, whose time is the
+engine's: no hook waits for anything.
+
+Invariant: whatever fails in here costs a lease or a borrow and is counted, never a request (`guarded`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from kvlease.connector import digests, engine_facts, request_params
+from kvlease.connector.borrower import BorrowTerms, Compute, Read, Wait
+from kvlease.connector.borrowing import ArrivedRequest, Borrowing
+from kvlease.connector.instruments import Instruments
+from kvlease.connector.journal import Journal
+from kvlease.connector.lender import LenderTerms, RankTable
+from kvlease.connector.lending import FinishedTurn, Lending
+from kvlease.connector.link import Link
+from kvlease.connector.loads import LoadOrder
+from kvlease.connector.probe import LenderProbe
+from kvlease.connector.request_params import RequestParams
+from kvlease.connector.seal_table import SealTable, SealTableUnavailable
+from kvlease.connector.settings import ConnectorSettings
+from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake, attach_orders
+from kvlease.connector.vllm_side_channel import VllmSideChannel
+from kvlease.registry.clock import Clock
+from kvlease.registry.telemetry import configure_tracing, serve_metrics
+from kvlease.registry.values import EndReason, Engine, EngineId, Incarnation
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.version import __version__ as vllm_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+ROOM_FOR_RUNNING_BLOCKS = 16
+"""Blocks to free at once when a running request finds none: a step or two of a full batch."""
+
+
+def guarded(
+    hook: Callable[Concatenate[KvleaseScheduler, P], None],
+) -> Callable[Concatenate[KvleaseScheduler, P], None]:
+    """The outermost frame of what the engine calls: an error of ours is logged and counted, never raised into it."""
+
+    def call(self: KvleaseScheduler, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            hook(self, *args, **kwargs)
+        except Exception:
+            self._instruments.faults.labels(hook.__name__).inc()
+            log.exception("kvlease: %s failed; the request goes on without a lease", hook.__name__)
+
+    functools.update_wrapper(call, hook)
+    return call
+
+
+class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM is not typed here
+    """One engine's scheduler: a lender, a borrower or both."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        *,
+        settings: ConnectorSettings,
+        clock: Clock,
+        lends: bool,
+        borrows: bool,
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        if lends:
+            engine_facts.check_side_channel(self.side_channel_host, settings)
+        self._settings = settings
+        self._clock = clock
+        self._lends = lends
+        self._borrows = borrows
+        self._instruments = Instruments()
+        self._side_channel = VllmSideChannel()
+        self._link = Link(
+            settings,
+            clock,
+            Journal(configure_tracing("kvlease-connector", otlp_endpoint=settings.otlp_endpoint or None)),
+            LenderProbe(self._side_channel, clock, settings.probe_ms),
+        )
+        self._metrics = None
+        if settings.metrics:
+            host, _, port = settings.metrics.rpartition(":")
+            self._metrics = serve_metrics(self._instruments.registry, host=host, port=int(port))
+        self._manager: Any = None
+        self._fingerprint = digests.fingerprint({})
+        self._hash_tokens = self._stride_tokens = 0
+        self._lending: Lending | None = None
+        self._borrowing: Borrowing | None = None
+        self._receiving: set[str] = set()
+        """Requests whose blocks a READ is still writing to: nothing to lend if they end now."""
+        self._reads: dict[str, tuple[Read, int]] = {}
+        self._orders: dict[str, tuple[dict[str, Any], tuple[list[int], ...], tuple[int, ...], LoadOrder]] = {}
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """The engine's cache manager exists: digests and block references mean something from here on."""
+        self._manager = kv_cache_manager
+        pool = kv_cache_manager.block_pool
+        self._hash_tokens = int(pool.hash_block_size)
+        self._stride_tokens = digests.stride_for(int(self.block_size), self._hash_tokens, self._settings.stride_tokens)
+        self._fingerprint = digests.fingerprint(
+            engine_facts.fingerprint_fields(
+                self.vllm_config,
+                self._settings,
+                block_tokens=self.block_size,
+                hash_tokens=self._hash_tokens,
+                version=vllm_version,
+            )
+        )
+        self._link.start()
+        if self._borrows:
+            self._borrowing = Borrowing(
+                BorrowTerms(
+                    fingerprint_hash=self._fingerprint.hash,
+                    block_tokens=self.block_size,
+                    stride_tokens=self._stride_tokens,
+                    wait_ms=self._settings.resolve_wait_ms,
+                    threshold_tokens=self.kv_recompute_threshold,
+                ),
+                hash_tokens=self._hash_tokens,
+                pool=pool,
+                link=self._link,
+                clock=self._clock,
+                instruments=self._instruments,
+            )
+
+    def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """The workers are ready: their seal tables can be mapped, and lending begins."""
+        payloads = {
+            rank: item.plain() if isinstance(item, SealedHandshake) else item for rank, item in metadata.items()
+        }
+        super().set_xfer_handshake_metadata(payloads)
+        self._side_channel.compatibility_hash = next(iter(payloads.values())).compatibility_hash
+        if self._lends:
+            self._start_lending(metadata)
+
+    def _start_lending(self, metadata: dict[tuple[int, int], Any]) -> None:
+        tables: list[SealTable] = []
+        ranks: list[RankTable] = []
+        try:
+            for (pp_rank, tp_rank), item in sorted(metadata.items()):
+                table = SealTable.attach(Path(item.seal_table))
+                tables.append(table)
+                ranks.append(RankTable(pp_rank=pp_rank, tp_rank=tp_rank, address=table.address))
+        except SealTableUnavailable as error:
+            log.error("kvlease: this engine lends nothing: %s", error)
+            return
+        pool = self._manager.block_pool
+        incarnation = Incarnation(secrets.token_bytes(16))
+        terms = LenderTerms(
+            engine_id=EngineId(self.engine_id),
+            incarnation=incarnation,
+            fingerprint_hash=self._fingerprint.hash,
+            block_tokens=self.block_size,
+            stride_tokens=self._stride_tokens,
+            block_bytes=self._block_bytes(),
+            tables=tuple(ranks),
+            slots=min(table.slots for table in tables),
+            max_blocks=max(1, int(pool.num_gpu_blocks * self._settings.lease_share)),
+            ttl_ms=self._settings.lease_ttl_ms,
+            on_deadline=self._settings.on_deadline,
+            renewable=self._settings.renewable,
+        )
+        self._lending = Lending(
+            terms,
+            hash_tokens=self._hash_tokens,
+            engine_params=self._stock_params(),
+            pool=pool,
+            tables=tables,
+            link=self._link,
+            clock=self._clock,
+            instruments=self._instruments,
+        )
+        self._link.lend_as(
+            Engine(
+                engine_id=terms.engine_id,
+                incarnation=incarnation,
+                api_url=self._settings.api_url,
+                version=f"vllm {vllm_version}",
+                fingerprint=self._fingerprint,
+                labels=(
+                    ("lease_ttl_ms", str(terms.ttl_ms)),
+                    ("on_deadline", terms.on_deadline.value),
+                    ("side_channel", f"{self.side_channel_host}:{self.side_channel_port}"),
+                ),
+            )
+        )
+
+    def _stock_params(self) -> dict[str, object]:
+        """What stock's prefill side needs to read from this engine; the request id and the blocks differ by lease."""
+        parallel = self.vllm_config.parallel_config
+        return {
+            "remote_engine_id": self.engine_id,
+            "remote_host": self.side_channel_host,
+            "remote_port": self.side_channel_port,
+            "tp_size": self.transfer_tp_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "transfer_mode": self._TRANSFER_MODE,
+        }
+
+    def _block_bytes(self) -> int:
+        """KV bytes of one block over all layers and ranks."""
+        spec = self.kv_cache_config.kv_cache_groups[0]
+        per_layer = int(spec.kv_cache_spec.page_size_bytes)
+        return per_layer * len(spec.layer_names) * int(self.transfer_tp_size)
+
+    # -- a request arrives, is admitted, ends ------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        self._arrived(request)
+
+    @guarded
+    def _arrived(self, request: Request) -> None:
+        self._service()
+        if self._borrowing is None or not _plain(request):
+            return
+        params = self._params(request)
+        if params is None or not (request.kv_transfer_params or {}).get("do_remote_decode"):
+            return
+        self._borrowing.arrived(
+            ArrivedRequest(
+                request_id=request.request_id,
+                params=params,
+                prompt_tokens=request.num_prompt_tokens,
+                block_hashes=request.block_hashes,
+            )
+        )
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        offers: list[tuple[int | None, bool]] = []
+        self._admit(request, num_computed_tokens, offers)
+        return offers[0] if offers and answer == (0, False) else answer
+
+    @guarded
+    def _admit(self, request: Request, computed_tokens: int, offers: list[tuple[int | None, bool]]) -> None:
+        self._service()
+        if self._lending is not None:
+            self._lending.make_room(-(-(request.num_tokens - computed_tokens) // self.block_size))
+        if self._borrowing is None or request.request_id not in self._borrowing:
+            return
+        self._reads.pop(request.request_id, None)
+        match self._borrowing.decide(request.request_id, computed_tokens):
+            case Wait():
+                offers.append((None, False))
+            case Read() as read:
+                self._reads[request.request_id] = (read, computed_tokens)
+                offers.append((read.load_tokens, True))
+            case Compute():
+                pass
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._receiving.add(request.request_id)
+        self._allocated(request, blocks, num_external_tokens)
+
+    @guarded
+    def _allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        offered = self._reads.pop(request.request_id, None)
+        if offered is None or self._borrowing is None or num_external_tokens != offered[0].load_tokens:
+            return
+        read, computed_tokens = offered
+        first, last = computed_tokens // self.block_size, read.matched_tokens // self.block_size
+        local = tuple(list(group[first:last]) for group in blocks.get_block_ids())
+        params: dict[str, Any] = {
+            **request_params.engine_params(read.engine_params),
+            "remote_block_ids": tuple(list(group[first:last]) for group in read.block_ids),
+        }
+        self._orders[request.request_id] = (params, local, tuple(first for _ in local), LoadOrder(proofs=read.proofs))
+        self._borrowing.committed(request.request_id, read, tuple(block for group in local for block in group))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        self._add_orders(metadata)
+        return metadata
+
+    @guarded
+    def _add_orders(self, metadata: Any) -> None:
+        self._service()
+        if not self._orders:
+            return
+        orders, self._orders = self._orders, {}
+        for request_id, (params, local, computed, _) in orders.items():
+            metadata.add_new_req_to_recv(
+                request_id=request_id,
+                local_block_ids=local,
+                kv_transfer_params=params,
+                local_num_computed_blocks=computed,
+                awaiting_kvs=True,
+            )
+        attach_orders(metadata, {request_id: order for request_id, (_, _, _, order) in orders.items()})
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        self._reported(connector_output)
+
+    @guarded
+    def _reported(self, connector_output: Any) -> None:
+        finished = connector_output.finished_recving or ()
+        self._receiving.difference_update(finished)
+        if self._borrowing is None:
+            return
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, ReportsFromWorkers):
+            self._borrowing.reported(reports.reports)
+        for request_id in finished:
+            self._borrowing.settled(request_id)
+
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        answer: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        self._finished(request, block_ids)
+        return answer
+
+    @guarded
+    def _finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
+        request_id = request.request_id
+        if self._borrowing is not None:
+            self._reads.pop(request_id, None)
+            self._borrowing.forget(request_id)
+        receiving = request_id in self._receiving
+        self._receiving.discard(request_id)
+        if self._lending is None or receiving or (request.kv_transfer_params or {}).get("do_remote_decode"):
+            return
+        params = self._params(request)
+        if params is None:
+            return
+        if not _plain(request):
+            self._instruments.not_lent.labels("unsupported").inc()
+            return
+        self._lending.finished(
+            FinishedTurn(
+                params=params,
+                real_tokens=min(
+                    engine_facts.real_tokens(request, self._manager.coordinator.num_reprefillable_tokens),
+                    min(len(group) for group in block_ids) * self.block_size,
+                ),
+                block_hashes=request.block_hashes,
+                block_ids=block_ids,
+            )
+        )
+
+    def _params(self, request: Request) -> RequestParams | None:
+        try:
+            return request_params.parse(request.kv_transfer_params, self._settings.default_tenant)
+        except ValueError as error:
+            log.warning("kvlease: request %s has no usable kvlease parameters: %s", request.request_id, error)
+            return None
+
+    # -- room, reset, end --------------------------------------------------------------------------------------------
+
+    def has_pending_block_frees(self) -> bool:
+        """A running request found no block: leases give way before anything is preempted."""
+        freed: list[bool] = []
+        self._make_room_for_running(freed)
+        return bool(freed and freed[0])
+
+    @guarded
+    def _make_room_for_running(self, freed: list[bool]) -> None:
+        if self._lending is not None:
+            freed.append(self._lending.make_room(ROOM_FOR_RUNNING_BLOCKS))
+
+    @guarded
+    def reset_cache(self) -> None:
+        """The operator resets the engine's caches: every lease ends, so that the next reset finds no reference."""
+        if self._lending is not None:
+            self._lending.end_all(EndReason.CACHE_RESET)
+
+    @guarded
+    def _service(self) -> None:
+        if self._lending is not None:
+            self._lending.service()
+
+    def shutdown(self) -> None:
+        self._close()
+        super().shutdown()
+
+    @guarded
+    def _close(self) -> None:
+        if self._lending is not None:
+            self._lending.close()
+        self._link.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def _plain(request: Request) -> bool:
+    """Whether digests cover all that the request's KV depends on. Adapters can be reloaded in place under one name,
+    and embeddings given as such are nobody's to share: both are computed."""
+    return request.lora_request is None and request.prompt_embeds is None and not request.skip_reading_prefix_cache

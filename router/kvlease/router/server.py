@@ -1,0 +1,116 @@
+"""A router as one object: everything opened in order, and closed in the opposite one.
+
+Order of closing: /health says 503; no new connections; turns in flight end, at most `drain_timeout_ms`; probes and
+background work end; connections to engines and to the registry close.
+
+Constructing does no I/O; `async with` opens and closes. Enter and leave it in the same task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Final, Self
+
+from aiohttp import web
+from kvlease.registry.client import RegistryClient
+from kvlease.registry.clock import Clock, SystemClock
+from kvlease.router.app import RouterApp
+from kvlease.router.background import Background
+from kvlease.router.health import Probes
+from kvlease.router.leases import Leases
+from kvlease.router.metrics import RouterMetrics
+from kvlease.router.routes import Routes
+from kvlease.router.settings import RouterSettings, split_address
+from kvlease.router.turn import Turns
+from kvlease.router.upstream import Upstream
+from opentelemetry.trace import NoOpTracerProvider, Tracer
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class RouterServer:
+    """Serves turns while open. `tracer` None: no traces."""
+
+    def __init__(self, settings: RouterSettings, *, tracer: Tracer | None = None, clock: Clock | None = None) -> None:
+        self._settings = settings
+        self._tracer = tracer if tracer is not None else NoOpTracerProvider().get_tracer("kvlease")
+        self._clock = clock if clock is not None else SystemClock()
+        self._stack = AsyncExitStack()
+        self.routes: Final = Routes(settings.targets(), cooldown_ms=settings.cooldown_ms)
+        self.metrics: Final = RouterMetrics(self.routes)
+        self.host = ""
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        settings = self._settings
+        client = await stack.enter_async_context(RegistryClient(settings.registry)) if settings.leases else None
+        upstream = await stack.enter_async_context(Upstream(connect_timeout_ms=settings.connect_timeout_ms))
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        leases = Leases(
+            client,
+            self.metrics,
+            tenant=settings.tenant_id,
+            locate_timeout_ms=settings.locate_timeout_ms,
+            call_timeout_ms=settings.registry_timeout_ms,
+        )
+        probes = Probes(
+            self.routes,
+            upstream,
+            leases,
+            interval_ms=settings.health_interval_ms,
+            timeout_ms=settings.health_timeout_ms,
+        )
+        background = Background(group)
+        stack.callback(background.cancel)
+        stack.callback(group.create_task(probes.run()).cancel)
+        turns = Turns(
+            settings=settings,
+            routes=self.routes,
+            upstream=upstream,
+            leases=leases,
+            metrics=self.metrics,
+            background=background,
+            tracer=self._tracer,
+            clock=self._clock,
+        )
+        app = RouterApp(
+            settings=settings,
+            routes=self.routes,
+            upstream=upstream,
+            leases=leases,
+            metrics=self.metrics,
+            probes=probes,
+            turns=turns,
+            clock=self._clock,
+        )
+        await self._serve(stack, app)
+
+    async def _serve(self, stack: AsyncExitStack, app: RouterApp) -> None:
+        runner = web.AppRunner(
+            app.build(),
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,  # a client that leaves cancels its turn, and so the engines' work
+            shutdown_timeout=self._settings.drain_timeout_ms / 1000,
+        )
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        host, port = split_address(self._settings.listen)
+        await web.TCPSite(runner, host, port).start()
+        stack.callback(setattr, app, "draining", True)
+        self.host, self.port = runner.addresses[0][:2]
+        _LOG.info("router serves on %s:%d", self.host, self.port)

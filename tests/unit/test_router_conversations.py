@@ -1,0 +1,117 @@
+"""Aliases: the next turn is recognised whatever a client does to the form of what it sends back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kvlease.registry.values import MAX_ALIASES, TenantId
+from kvlease.router.conversations import AliasChain, from_headers
+from kvlease.router.errors import InvalidRequest
+
+T = TenantId("t")
+ASK: dict[str, Any] = {"role": "user", "content": "What is up?"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "The sky."}
+MORE: dict[str, Any] = {"role": "user", "content": "And down?"}
+
+
+def chain(*messages: dict[str, Any], tenant: TenantId = T, model: str = "m") -> AliasChain:
+    return AliasChain(tenant, model, messages)
+
+
+def test_a_continuation_is_known_by_the_next_turn() -> None:
+    named = chain(ASK).continued(ANSWER)
+    assert chain(ASK, ANSWER, MORE).known() == (named,)
+
+
+def test_a_first_turn_knows_nothing() -> None:
+    assert chain({"role": "system", "content": "s"}, ASK).known() == ()
+
+
+def test_the_longest_prefix_comes_first() -> None:
+    first = chain(ASK).continued(ANSWER)
+    second = chain(ASK, ANSWER, MORE).continued(ANSWER)
+    assert chain(ASK, ANSWER, MORE, ANSWER, ASK).known() == (second, first)
+
+
+def test_an_answer_that_is_being_continued_is_no_prefix() -> None:
+    assert chain(ASK, ANSWER).known() == ()
+
+
+def test_no_more_aliases_than_a_call_may_carry() -> None:
+    long = chain(*[ASK, ANSWER] * 100, MORE)
+    assert len(long.known()) == MAX_ALIASES
+    assert long.known()[0] == chain(*[ASK, ANSWER] * 99, ASK).continued(ANSWER)
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+
+
+@pytest.mark.parametrize(
+    ("said", "sent_back"),
+    [
+        ({"role": "assistant", "content": "x"}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}),
+        ({"role": "assistant", "content": "x "}, {"role": "assistant", "content": "x", "refusal": None}),
+        ({"role": "assistant", "content": "<think>hm</think>\n\nx"}, {"role": "assistant", "content": "x"}),
+        ({"role": "assistant", "content": "x"}, {"role": "assistant", "content": "x", "reasoning_content": "hm"}),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"function": CALL["function"]}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "other", "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}],
+            },
+        ),
+    ],
+)
+def test_the_form_of_an_answer_does_not_matter(said: dict[str, Any], sent_back: dict[str, Any]) -> None:
+    follow = {"role": "tool", "content": "3", "tool_call_id": "call_1"}
+    assert chain(ASK, sent_back, follow).known() == (chain(ASK).continued(said),)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        chain(MORE, ANSWER, MORE),
+        chain(ASK, {**ANSWER, "content": "The ground."}, MORE),
+        chain(ASK, {**ANSWER, "name": "n"}, MORE),
+        chain({**ASK, "role": "system"}, ANSWER, MORE),
+        chain(ASK, ANSWER, MORE, model="other"),
+        chain(ASK, ANSWER, MORE, tenant=TenantId("other")),
+        chain(ASK, {**ANSWER, "tool_calls": [CALL]}, MORE),
+        chain({**ASK, "content": [{"type": "image_url", "image_url": {"url": "data:1"}}]}, ANSWER, MORE),
+    ],
+)
+def test_another_history_has_another_name(other: AliasChain) -> None:
+    assert other.known()[0] != chain(ASK, ANSWER, MORE).known()[0]
+
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+KEYS = st.sampled_from(["role", "content", "name", "tool_calls", "x"])
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])  # nested JSON, on a busy machine
+@given(st.lists(st.dictionaries(KEYS, JSON), min_size=1, max_size=4))
+def test_any_messages_have_a_name(messages: list[dict[str, Any]]) -> None:
+    assert len(AliasChain(T, "m", messages).continued(messages[0])) == 16
+
+
+def test_lone_surrogates_can_be_named() -> None:
+    assert chain({"role": "user", "content": "\ud800"}).continued(ANSWER)
+
+
+def test_headers_name_a_conversation() -> None:
+    assert from_headers({}) is None
+    assert from_headers({"x-kvlease-conversation": "a", "x-conversation-id": "b"}) == "a"
+    assert from_headers({"x-conversation-id": "b"}) == "b"
+    assert from_headers({"x-conversation-id": "not an id"}) is None
+    with pytest.raises(InvalidRequest):
+        from_headers({"x-kvlease-conversation": "not an id"})

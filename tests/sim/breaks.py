@@ -1,0 +1,185 @@
+"""Doubles that break one rule of the safety contract each, to show that the judge sees it.
+
+`Straight` is how the parties are made for an honest run; each double replaces one thing and leaves the cores alone.
+None of this exists in the product: no flag there switches a rule off.
+Invariant: the judge must find a violation with each double within a modest number of seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from kvlease.connector.borrower import Ask, Borrower, Read
+from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan
+from kvlease.connector.lender_effects import Effect, Free
+from kvlease.connector.quarantine import Quarantine
+from kvlease.connector.record import RecordContent
+from kvlease.connector.seal import VALUE_BYTES, Proof, pack_value
+from kvlease.registry.values import DIGEST_BYTES, EndReason, Hit, LeaseId, Miss
+
+from tests.sim.fabric import Fabric, SlotRead
+from tests.sim.pool import OnReuse
+from tests.sim.tokens import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from tests.sim.lender import LenderParty
+
+
+class Straight:
+    """Everything by the contract."""
+
+    name = ""
+
+    # -- lender ---------------------------------------------------------------------------------------------------
+
+    def holder(self, terms: LenderTerms, first_value: int) -> LeaseHolder:
+        return LeaseHolder(terms, first_value=first_value)
+
+    def break_seal(self, lender: LenderParty, slot: int) -> None:
+        lender.memory.break_seal(slot)
+
+    def on_reuse(self, lender: LenderParty, lease_id: LeaseId) -> OnReuse:
+        """The callback to leave with a lapsed lease's blocks: one and the same for all."""
+        del lease_id
+        return lender.on_reuse
+
+    # -- borrower -------------------------------------------------------------------------------------------------
+
+    def quarantine(self) -> Quarantine:
+        return Quarantine()
+
+    def answered(self, core: Borrower, ask: Ask, answer: Hit | Miss, now_ms: int) -> RecordContent | None:
+        del now_ms
+        return core.answered(ask.request_id, answer)
+
+    def remote_blocks(self, read: Read, computed_tokens: int) -> tuple[int, ...]:
+        """Which remote blocks to READ into the local blocks of the positions from `computed_tokens` on."""
+        return read.block_ids[0][computed_tokens // BLOCK_TOKENS :]
+
+    def early_slots(self, fabric: Fabric, engine_id: str, proofs: tuple[Proof, ...]) -> list[SlotRead] | None:
+        """Seal READs posted together with the blocks' READ: never."""
+        del fabric, engine_id, proofs
+        return None
+
+    def slot(self, proof: Proof, slot: bytes) -> bytes:
+        """What the prover is told of a slot that was read."""
+        del proof
+        return slot
+
+
+class SealNotRead(Straight):
+    name = "seal_not_read"
+
+    def slot(self, proof: Proof, slot: bytes) -> bytes:
+        del slot
+        return pack_value(proof.seal.value) + proof.record_hash
+
+
+class SealReadBeforeBlocks(Straight):
+    name = "seal_read_before_blocks"
+
+    def early_slots(self, fabric: Fabric, engine_id: str, proofs: tuple[Proof, ...]) -> list[SlotRead] | None:
+        return [SlotRead(fabric, engine_id, proof) for proof in proofs]
+
+
+class SealBrokenAfterReuse(Straight):
+    """The break is late by less than the time that a writer takes for a few blocks."""
+
+    name = "seal_broken_after_reuse"
+
+    def break_seal(self, lender: LenderParty, slot: int) -> None:
+        memory, value = lender.memory, lender.seal_value(slot)
+
+        def late() -> None:
+            if lender.seal_value(slot) == value:
+                memory.break_seal(slot)
+
+        lender.world.after(lender.world.between(5, 40), lender, late)
+
+
+class SlotValueReused(Straight):
+    name = "slot_value_reused"
+
+    def holder(self, terms: LenderTerms, first_value: int) -> LeaseHolder:
+        return _OneValue(terms, first_value=first_value)
+
+
+class _OneValue(LeaseHolder):
+    def lend(self, loan: Loan, now_ms: int) -> list[Effect]:
+        self._value = 41
+        return super().lend(loan, now_ms)
+
+
+class RecordHashNotCompared(Straight):
+    name = "record_hash_not_compared"
+
+    def slot(self, proof: Proof, slot: bytes) -> bytes:
+        return slot[:VALUE_BYTES] + proof.record_hash
+
+
+class DigestsNotCompared(Straight):
+    """The registry's `matched_strides` is believed: the request's own digests are taken from the record."""
+
+    name = "digests_not_compared"
+
+    def answered(self, core: Borrower, ask: Ask, answer: Hit | Miss, now_ms: int) -> RecordContent | None:
+        if isinstance(answer, Hit) and ask.request_id in core:
+            believed = answer.record.digests[: answer.matched_strides * DIGEST_BYTES]
+            core.forget(ask.request_id)
+            core.begin(replace(ask, digests=believed), now_ms)
+        return core.answered(ask.request_id, answer)
+
+
+class MappedFromTail(Straight):
+    """Where counts differ, the last remote blocks are taken for the local ones."""
+
+    name = "mapped_from_tail"
+
+    def remote_blocks(self, read: Read, computed_tokens: int) -> tuple[int, ...]:
+        wanted = (read.matched_tokens - computed_tokens) // BLOCK_TOKENS
+        return read.content.block_ids[0][-wanted:]
+
+
+class NoQuarantine(Straight):
+    name = "no_quarantine"
+
+    def quarantine(self) -> Quarantine:
+        return _Open()
+
+
+class _Open(Quarantine):
+    def enter(self, request_id: str, rank: int, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        del request_id, rank, blocks
+        return ()
+
+
+class CallbackPerLease(Straight):
+    """Each lapse leaves a callback of its own with the pool, which keeps the last one per block."""
+
+    name = "callback_per_lease"
+
+    def on_reuse(self, lender: LenderParty, lease_id: LeaseId) -> OnReuse:
+        def reused(block: int) -> None:
+            del block
+            effects = lender.holder.end(lease_id, EndReason.REUSED)
+            lender.carry_out([effect for effect in effects if not isinstance(effect, Free)])
+
+        return reused
+
+
+BREAKS: Final[dict[str, Callable[[], Straight]]] = {
+    double.name: double
+    for double in (
+        SealNotRead,
+        SealReadBeforeBlocks,
+        SealBrokenAfterReuse,
+        SlotValueReused,
+        RecordHashNotCompared,
+        DigestsNotCompared,
+        MappedFromTail,
+        NoQuarantine,
+        CallbackPerLease,
+    )
+}

@@ -1,0 +1,129 @@
+"""What a seed is like: sizes, terms, and how often each fault strikes. Drawn once, from the seed's PRNG.
+
+Times are virtual milliseconds, scaled so that a lease's life, a READ and a pause are of the same order: that is where
+they collide. Invariant: a healed plan has no faults and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from kvlease.registry.values import OnDeadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Probabilities per occasion, and how bad it gets."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delayed: float = 0.0
+    """A datagram that takes `long_ms` instead of a few milliseconds."""
+    line_breaks: int = 0
+    """Times in the safety phase that a session's stream breaks."""
+    read_slow: float = 0.0
+    """A READ that takes up to `long_ms`."""
+    read_hangs: float = 0.0
+    """A READ whose rest lands after the limit, or never."""
+    read_fails: float = 0.0
+    seal_torn: float = 0.0
+    """A seal READ whose two words are sampled up to `long_ms` apart."""
+    lie: float = 0.0
+    pauses: int = 0
+    crashes: int = 0
+    long_ms: int = 1
+
+
+NO_FAULTS = Faults()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    lenders: int
+    borrowers: int
+    ranks: int
+    lender_blocks: int
+    borrower_blocks: int
+    lender_caching: bool
+    borrower_caching: bool
+    slots: int
+    max_leased: int
+    ttl_ms: int
+    on_deadline: OnDeadline
+    renewable: bool
+    conversations: int
+    tenants: int
+    turns: int
+    edit: float
+    """A turn that changes the history it goes on from."""
+    abort: float
+    preempt: float
+    renew: float
+    """A turn after which somebody asks to renew its lease."""
+    end: float
+    """A turn after which somebody asks to end the conversation's leases."""
+    safety_ms: int
+    wait_ms: int
+    read_limit_ms: int
+    threshold_tokens: int
+    step_ms: int
+    heartbeat_ms: int
+    suspect_ms: int
+    session_ttl_ms: int
+    faults: Faults
+
+    def healed(self) -> Plan:
+        return replace(self, faults=NO_FAULTS, abort=0.0, preempt=0.0)
+
+
+def draw(rng: random.Random) -> Plan:
+    """The plan of a seed."""
+    calm = rng.random() < 0.1
+    lender_blocks = rng.choice((20, 28, 40))
+    return Plan(
+        lenders=rng.choice((1, 2, 2, 3)),
+        borrowers=rng.choice((1, 2)),
+        ranks=rng.choice((1, 1, 1, 2)),
+        lender_blocks=lender_blocks,
+        borrower_blocks=rng.choice((20, 32, 48)),
+        lender_caching=rng.random() < 0.7,
+        borrower_caching=rng.random() < 0.7,
+        slots=rng.choice((1, 2, 4, 16)),
+        max_leased=int(lender_blocks * rng.choice((0.5, 0.8, 1.0))),
+        ttl_ms=rng.choice((0, 20, 60, 150, 400)),
+        on_deadline=rng.choice((OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END)),
+        renewable=rng.random() < 0.5,
+        conversations=rng.choice((3, 4, 5)),
+        tenants=rng.choice((1, 1, 2)),
+        turns=5,
+        edit=0.25,
+        abort=rng.choice((0.0, 0.1, 0.2)),
+        preempt=rng.choice((0.0, 0.1)),
+        renew=rng.choice((0.0, 0.3)),
+        end=rng.choice((0.0, 0.1)),
+        safety_ms=1_000,
+        wait_ms=rng.choice((15, 40)),
+        read_limit_ms=rng.choice((40, 80)),
+        threshold_tokens=rng.choice((1, 8)),
+        step_ms=rng.choice((2, 4)),
+        heartbeat_ms=50,
+        suspect_ms=150,
+        session_ttl_ms=400,
+        faults=NO_FAULTS
+        if calm
+        else Faults(
+            drop=rng.choice((0.0, 0.05, 0.2)),
+            duplicate=rng.choice((0.0, 0.1)),
+            delayed=rng.choice((0.0, 0.1, 0.3)),
+            line_breaks=rng.choice((0, 1, 3)),
+            read_slow=rng.choice((0.2, 0.5, 0.8)),
+            read_hangs=rng.choice((0.0, 0.1, 0.2)),
+            read_fails=rng.choice((0.0, 0.05)),
+            seal_torn=rng.choice((0.0, 0.2, 0.5)),
+            lie=rng.choice((0.0, 0.0, 0.3, 0.6)),
+            pauses=rng.choice((0, 2, 5)),
+            crashes=rng.choice((0, 1, 2)),
+            long_ms=rng.choice((30, 60)),
+        ),
+    )

@@ -1,0 +1,171 @@
+"""The lender's session with the registry: what is said on the line, and the lender's end of it.
+
+The product's mirror decides what is said; this is its shell, reduced to its rules: hello and snapshot first, numbered
+messages, heartbeats, connect again after a break. Invariant: what is told after a snapshot happened after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvlease.registry.lender_mirror import Batch, LenderMirror
+from kvlease.registry.values import EndReason, Engine, LeaseId, Publication, PublishResult, PublishStatus, RenewStatus
+
+from tests.sim.network import Line, Network
+from tests.sim.world import Party
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    engine: Engine
+    now_lender_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    leases: tuple[Publication, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    now_lender_ms: int
+    free_blocks: int
+    total_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    pass
+
+
+Said = Hello | Snapshot | Heartbeat | Goodbye | Batch
+Numbered = tuple[int, Said]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    results: tuple[PublishResult, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndAsked:
+    lease_id: LeaseId
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewAsked:
+    lease_id: LeaseId
+    ttl_ms: int
+
+
+Pushed = Results | EndAsked | RenewAsked
+SessionLine = Line[Numbered, Pushed]
+
+
+class Registry(Party):
+    """What a lender can do to a registry: open a line to it."""
+
+    def accept(self, line: SessionLine) -> None:
+        raise NotImplementedError
+
+
+class Lender(Protocol):
+    """What the session asks of its lender."""
+
+    def engine(self) -> Engine: ...
+    def lender_now_ms(self) -> int: ...
+    def free_and_total(self) -> tuple[int, int]: ...
+    def end_asked(self, lease_id: LeaseId, reason: EndReason) -> None: ...
+    def renew_asked(self, lease_id: LeaseId, ttl_ms: int) -> None: ...
+
+
+class LenderSession:
+    """One incarnation's session: connected, or waiting to connect again."""
+
+    def __init__(self, network: Network, party: Party, lender: Lender, registry: Registry, heartbeat_ms: int) -> None:
+        self._network = network
+        self._party = party
+        self._lender = lender
+        self._registry = registry
+        self._heartbeat_ms = heartbeat_ms
+        self._line: SessionLine | None = None
+        self._sent = 0
+        self._closing = False
+        self.mirror: Final = LenderMirror()
+
+    @property
+    def line(self) -> SessionLine | None:
+        return self._line
+
+    def start(self) -> None:
+        self._connect()
+        self._beat()
+
+    def flush(self) -> None:
+        """Says what the registry has yet to hear."""
+        while (batch := self.mirror.next_batch()) is not None:
+            self._say(batch)
+
+    def leave(self) -> None:
+        self.flush()
+        self._say(Goodbye())
+        self._closing = True
+
+    def _say(self, said: Said) -> None:
+        if self._line is not None:
+            self._sent += 1
+            self._line.up((self._sent, said))
+
+    def _connect(self) -> None:
+        if not self._registry.up:
+            self._after(10, self._connect)
+            return
+        line: SessionLine = Line(self._network, self._party, self._registry)
+        line.on_down = self._pushed
+        line.on_client_closed = lambda: self._lost(line)
+        self._registry.accept(line)
+        self._line, self._sent = line, 0
+        self._say(Hello(engine=self._lender.engine(), now_lender_ms=self._lender.lender_now_ms()))
+        self._say(Snapshot(leases=self.mirror.present()))
+
+    def _lost(self, line: SessionLine) -> None:
+        if self._line is line:
+            self._line = None
+            self.mirror.disconnected()
+            if not self._closing:
+                self._after(self._network.world.between(5, 20), self._connect)
+
+    def _beat(self) -> None:
+        if self._closing:
+            return
+        free, total = self._lender.free_and_total()
+        self._say(Heartbeat(now_lender_ms=self._lender.lender_now_ms(), free_blocks=free, total_blocks=total))
+        self._after(self._heartbeat_ms, self._beat)
+
+    def _pushed(self, pushed: Pushed) -> None:
+        match pushed:
+            case EndAsked(lease_id=lease_id, reason=reason):
+                if self.mirror.told_to_end(lease_id, reason):
+                    self._lender.end_asked(lease_id, reason)
+            case RenewAsked(lease_id=lease_id, ttl_ms=ttl_ms):
+                if self.mirror.holds(lease_id):
+                    self._lender.renew_asked(lease_id, ttl_ms)
+                else:
+                    self.mirror.refuse_renewal(lease_id, RenewStatus.UNKNOWN)
+            case Results(results=results):
+                for result in results:
+                    self._answered(result)
+        self.flush()
+
+    def _answered(self, result: PublishResult) -> None:
+        news, superseded = self.mirror.answered(result)
+        if news and result.status is not PublishStatus.PUBLISHED:
+            self._lender.end_asked(result.lease_id, EndReason.QUOTA)
+        for lease_id in superseded:
+            self._lender.end_asked(lease_id, EndReason.SUPERSEDED)
+
+    def _after(self, delay_ms: int, action: Callable[[], None]) -> None:
+        self._network.world.after(delay_ms, self._party, action)

@@ -74,7 +74,7 @@ class SealReader:
         return len(self._given_up)
 
     def post(self, agent_name: str, seal: SealRef) -> SealRead:
-        """Starts reading the slot that `seal` names from the lender's agent; never raises, a failure is in the state."""
+        """Starts reading the slot that `seal` names from the lender's agent; never raises: failure is a state."""
         self._reap()
         if not self._free:
             return SealRead(None, -1, SealReadState.FAILED)

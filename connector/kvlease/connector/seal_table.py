@@ -106,7 +106,7 @@ class SealTable:
         return bytes(self._mapping[start : start + SLOT_BYTES])
 
     def close(self) -> None:
-        """Unmaps nothing that NIXL may still serve: the pages go with the process; the owner removes the file's name."""
+        """Unmaps nothing that NIXL may still serve: the pages go with the process; the owner unlinks the file."""
         if self._owner:
             with contextlib.suppress(OSError):
                 self.path.unlink(missing_ok=True)

@@ -60,9 +60,11 @@ from kvlease.registry.values import (
 class LeaseTable:
     """All leases, engines and aliases that one registry believes in."""
 
-    def __init__(self, limits: TableLimits | None = None) -> None:
+    def __init__(self, limits: TableLimits | None = None, *, revision: int = 0) -> None:
+        """`revision`: that of the last event before this table. Start where no earlier table can have been: a watcher
+        that resumes after a restart must not mistake one history for another."""
         self.limits: Final = limits if limits is not None else TableLimits()
-        self._ledger = Ledger(self.limits)
+        self._ledger = Ledger(self.limits, revision)
         self._aliases = Aliases(max_per_tenant=self.limits.max_aliases_per_tenant, max_tenants=self.limits.max_tenants)
         self._roster = Roster(self.limits)
         self._search = LeaseSearch(self._ledger, self._aliases, self._roster.engines)

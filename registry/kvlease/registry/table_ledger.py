@@ -41,12 +41,12 @@ lease in a snapshot knows better. Every other end was asked for or reported, and
 class Ledger:
     """The leases, the ends remembered, and the revision: one more with every event."""
 
-    def __init__(self, limits: TableLimits) -> None:
+    def __init__(self, limits: TableLimits, revision: int = 0) -> None:
         self.limits: Final = limits
         self.index: Final = LeaseIndex()
         self.ended: Final = EndedLeases(limit=limits.max_remembered_ends)
         self.renewals: Final = Renewals(wait_ms=limits.renewal_wait_ms)
-        self.revision = 0
+        self.revision = revision
 
     def end_due(self, lease: HeldLease, now_ms: int) -> EndReason | None:
         """Why the lease must not be answered any more although it is still in the table; None if it may be."""

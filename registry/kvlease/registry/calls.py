@@ -1,0 +1,98 @@
+"""The edge around every rpc: our errors become gRPC statuses, calls are timed and counted, the caller's trace joined.
+
+A server interceptor, so that the servicer only decodes, calls and encodes. Nothing here knows what an rpc does.
+Invariant: a KvleaseError never leaves without its reason; any other exception leaves as INTERNAL with no text of its
+own, which could hold what a caller sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol
+
+import grpc
+import grpc.aio
+from kvlease.registry.errors import InternalError, KvleaseError, Reason
+from kvlease.registry.errors_grpc import abort
+from kvlease.registry.telemetry import context_from_traceparent
+from opentelemetry import context as trace_context
+
+_log = logging.getLogger(__name__)
+
+# The types of grpc's handlers: messages of any rpc, which this file passes on without looking.
+Message = Any
+Context = grpc.aio.ServicerContext[Message, Message]
+Behavior = Callable[[Message, Context], Awaitable[Message]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+
+class CallObserver(Protocol):
+    """Hears of every call when it ends."""
+
+    def finished(self, rpc: str, seconds: float, reason: Reason | None) -> None:
+        """`rpc` is the method's name; `reason` is None unless an error ended it; a stream's `seconds` are its life."""
+        ...
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of one service; other services (health, reflection) pass through."""
+
+    def __init__(self, service: str, observer: CallObserver, *, join_traces: bool) -> None:
+        self._prefix: Final = f"/{service}/"
+        self._observer: Final = observer
+        self._join_traces: Final = join_traces
+        self._wrapped: dict[str, Any] = {}
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """Handlers are stateless, so each is wrapped once."""
+        method = handler_call_details.method
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None or not method.startswith(self._prefix):
+                return handler
+            wrapped = self._wrapped[method] = self._wrap(method.removeprefix(self._prefix), handler)
+        return wrapped
+
+    def _wrap(self, rpc: str, handler: Any) -> Any:
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(self._call(rpc, handler.unary_unary), **codecs)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(self._call(rpc, handler.unary_stream), **codecs)
+        return grpc.stream_stream_rpc_method_handler(self._call(rpc, handler.stream_stream), **codecs)
+
+    def _call(self, rpc: str, behavior: Behavior) -> Behavior:
+        async def call(request: Message, context: Context) -> Message:
+            started = time.perf_counter()
+            token = self._join(context)
+            known: KvleaseError | None = None
+            try:
+                return await behavior(request, context)
+            except KvleaseError as error:
+                known = error
+            except Exception as error:  # noqa: BLE001 - the outermost frame of a call
+                if context.done():  # the caller is gone, and with it whoever would read the status
+                    return None
+                _log.error("%s failed", rpc, exc_info=error)
+                known = InternalError("internal error")
+            finally:
+                self._observer.finished(rpc, time.perf_counter() - started, known.reason if known is not None else None)
+                if token is not None:
+                    trace_context.detach(token)
+            return await abort(context, known)
+
+        return call
+
+    def _join(self, context: Context) -> Any:
+        if not self._join_traces:
+            return None
+        for key, value in context.invocation_metadata() or ():
+            if key == "traceparent" and isinstance(value, str):
+                return trace_context.attach(context_from_traceparent(value))
+        return None

@@ -1,0 +1,83 @@
+"""Carries out what commands brought about, in one order: store, then watchers, then lenders and callers.
+
+One task writes; commands only queue up and wait. Whatever waits is stored as one batch, so a slow store is asked seldom
+and not once a command.
+Invariant: changes are carried out in the order in which the table made them, and nobody hears of a change that the
+store does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from kvlease.registry.errors import Overloaded, RegistryUnavailable
+from kvlease.registry.store import Store
+from kvlease.registry.table_changes import Changes, StoreChange
+
+MAX_WAITING: Final = 16_384
+"""Commands that wait for the store; beyond that the registry is overloaded."""
+COMMIT_WAIT_S: Final = 5.0
+"""How long a command waits for the store. What it did is still stored later; repeating it is safe."""
+STORE_RETRY_S: Final = 0.2
+
+
+class Committer:
+    """Queue of changes, and the loop that carries them out."""
+
+    def __init__(self, store: Store, deliver: Callable[[Changes], None]) -> None:
+        """`deliver` tells watchers, lenders and callers; it must not wait."""
+        self._store: Final = store
+        self._deliver: Final = deliver
+        self._waiting: list[tuple[Changes, asyncio.Future[None]]] = []
+        self._news = asyncio.Event()
+        self._busy = False
+
+    async def carry_out(self, changes: Changes) -> None:
+        """Wait until `changes`, and all before them, are stored and delivered.
+
+        Raises RegistryUnavailable if the store takes too long, Overloaded if too many wait for it already.
+        """
+        if not changes and not self._waiting and not self._busy:
+            return
+        done = self.enqueue(changes)
+        if len(self._waiting) > MAX_WAITING:
+            raise Overloaded("too many changes wait for the store")
+        try:
+            async with asyncio.timeout(COMMIT_WAIT_S):
+                await asyncio.shield(done)
+        except TimeoutError as error:
+            raise RegistryUnavailable("the store does not answer") from error
+
+    def enqueue(self, changes: Changes) -> asyncio.Future[None]:
+        """Carry `changes` out without waiting for it."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((changes, done))
+        self._news.set()
+        return done
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            batch, self._waiting = self._waiting, []
+            self._busy = True
+            stored = [change for changes, _ in batch for change in changes.stored]
+            if stored:
+                await self._store_all(stored)
+            for changes, done in batch:
+                self._deliver(changes)
+                if not done.done():
+                    done.set_result(None)
+            self._busy = False
+
+    async def _store_all(self, stored: list[StoreChange]) -> None:
+        while True:
+            try:
+                await self._store.commit(stored)
+            except RegistryUnavailable:
+                await asyncio.sleep(STORE_RETRY_S)  # the order must hold, so nothing else can be done meanwhile
+            else:
+                return

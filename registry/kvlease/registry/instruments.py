@@ -1,0 +1,172 @@
+"""The registry's metrics: wrappers around the service, the store and the calls that count, and the gauges of leases.
+
+No decisions. Everything is named in `metrics.py`. Gauges are computed on the event loop and only read by the thread
+that serves them.
+Invariant: every miss is counted with its reason; an operation that failed is not counted as done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Final
+
+from kvlease.registry import metrics
+from kvlease.registry.errors import Reason
+from kvlease.registry.service import RegistryService, WrappedService
+from kvlease.registry.shell import RegistryShell
+from kvlease.registry.store import Batch, Store
+from kvlease.registry.table_changes import LeaseGone, SessionId, StoreChange
+from kvlease.registry.values import (
+    Alias,
+    ConversationId,
+    EndReason,
+    EngineId,
+    Hit,
+    Incarnation,
+    LeaseId,
+    Located,
+    Miss,
+    MissReason,
+    Publication,
+    PublishResult,
+    PublishStatus,
+    RenewResult,
+    RenewStatus,
+    ResolveQuery,
+    TenantId,
+)
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class CountingService(WrappedService):
+    """Counts what was answered."""
+
+    def __init__(self, inner: RegistryService, registry: CollectorRegistry) -> None:
+        super().__init__(inner)
+        resolves, locates = metrics.REGISTRY_RESOLVES.counter(registry), metrics.REGISTRY_LOCATES.counter(registry)
+        misses = metrics.REGISTRY_MISSES.counter(registry)
+        publishes, renewals = metrics.REGISTRY_PUBLISHES.counter(registry), metrics.REGISTRY_RENEWALS.counter(registry)
+        # Children are made at once: every series is there from the start, and counting is one call.
+        self._resolve_hits, self._resolve_misses = (resolves.labels(x) for x in ("hit", "miss"))
+        self._locate_hits, self._locate_misses = (locates.labels(x) for x in ("hit", "miss"))
+        self._misses = {reason: misses.labels(reason.value) for reason in MissReason}
+        self._publishes = {status: publishes.labels(status.value) for status in PublishStatus}
+        self._renewals = {status: renewals.labels(status.value) for status in RenewStatus}
+
+    def resolve(self, query: ResolveQuery) -> Hit | Miss:
+        answer = self.inner.resolve(query)
+        if isinstance(answer, Hit):
+            self._resolve_hits.inc()
+        else:
+            self._resolve_misses.inc()
+            self._misses[answer.reason].inc()
+        return answer
+
+    def locate(self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located:
+        located = self.inner.locate(tenant, conversation, aliases)
+        if located.reason is None:
+            self._locate_hits.inc()
+        else:
+            self._locate_misses.inc()
+            self._misses[located.reason].inc()
+        return located
+
+    async def publish(
+        self, engine_id: EngineId, incarnation: Incarnation, publications: Sequence[Publication]
+    ) -> list[PublishResult]:
+        return self._count(await self.inner.publish(engine_id, incarnation, publications))
+
+    async def publish_in(self, session: SessionId, publications: Sequence[Publication]) -> list[PublishResult]:
+        return self._count(await self.inner.publish_in(session, publications))
+
+    async def snapshot(
+        self, session: SessionId, publications: Sequence[Publication], *, last: bool
+    ) -> list[PublishResult]:
+        return self._count(await self.inner.snapshot(session, publications, last=last))
+
+    async def renew(self, tenant: TenantId, lease_id: LeaseId, ttl_ms: int) -> RenewResult:
+        result = await self.inner.renew(tenant, lease_id, ttl_ms)
+        self._renewals[result.status].inc()
+        return result
+
+    def _count(self, results: list[PublishResult]) -> list[PublishResult]:
+        for result in results:
+            self._publishes[result.status].inc()
+        return results
+
+
+class CountingStore:
+    """Counts ends by reason, whoever brought them about, once they are stored."""
+
+    def __init__(self, inner: Store, registry: CollectorRegistry) -> None:
+        self._inner: Final = inner
+        ends = metrics.REGISTRY_ENDS.counter(registry)
+        self._ends = {reason: ends.labels(reason.value) for reason in EndReason}
+
+    async def commit(self, changes: Sequence[StoreChange]) -> None:
+        await self._inner.commit(changes)
+        for change in changes:
+            if isinstance(change, LeaseGone):
+                self._ends[change.reason].inc()
+
+    def others(self) -> AsyncGenerator[Batch, None]:
+        return self._inner.others()
+
+
+class CallMetrics:
+    """A `CallObserver`: unary calls by duration, all calls by the error that ended them."""
+
+    _STREAMS: Final = frozenset({"Session", "ResolveStream", "Watch"})
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = metrics.REGISTRY_RPC_SECONDS.histogram(registry)
+        self._errors = metrics.REGISTRY_ERRORS.counter(registry)
+
+    def finished(self, rpc: str, seconds: float, reason: Reason | None) -> None:
+        if rpc not in self._STREAMS:
+            self._seconds.labels(rpc).observe(seconds)
+        if reason is not None:
+            self._errors.labels(rpc, reason.value).inc()
+
+
+class LeaseGauges(Collector):
+    """How things stand, as of the last `refresh`."""
+
+    def __init__(self, shell: RegistryShell, registry: CollectorRegistry) -> None:
+        self._shell: Final = shell
+        self._families: tuple[Metric, ...] = ()
+        self.refresh()
+        registry.register(self)
+
+    def refresh(self) -> None:
+        """On the event loop: O(engines x tenants), not O(leases)."""
+        leases, blocks, size = (
+            _family(metric)
+            for metric in (metrics.REGISTRY_LEASES, metrics.REGISTRY_LEASED_BLOCKS, metrics.REGISTRY_LEASED_BYTES)
+        )
+        for engine_id, tenant, tally in self._shell.tallies():
+            leases.add_metric(("live", engine_id, tenant), tally.live)
+            leases.add_metric(("lapsed", engine_id, tenant), tally.lapsed)
+            blocks.add_metric((engine_id, tenant), tally.live_blocks)
+            size.add_metric((engine_id, tenant), tally.live_bytes)
+        plain = (
+            (metrics.REGISTRY_SESSIONS, self._shell.sessions),
+            (metrics.REGISTRY_WATCHERS, self._shell.watchers),
+            (metrics.REGISTRY_SUSPECTS, sum(1 for x in self._shell.list_engines() if x.suspect)),
+        )
+        families: list[Metric] = [leases, blocks, size]
+        for metric, value in plain:
+            family = _family(metric)
+            family.add_metric((), value)
+            families.append(family)
+        self._families = tuple(families)
+
+    def collect(self) -> Iterable[Metric]:
+        """On the thread that serves metrics."""
+        return self._families
+
+
+def _family(metric: metrics.Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.name, metric.text, labels=metric.labels)

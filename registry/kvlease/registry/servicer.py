@@ -1,0 +1,146 @@
+"""The gRPC edge: each rpc of registry.proto decodes, calls the service, encodes. `Session` is in `servicer_session.py`.
+
+No decisions about leases, no metrics, no status codes: errors are raised as they are and leave through `calls.py`.
+Invariant: nothing reaches the service that `wire` has not validated.
+"""
+# ruff: noqa: N802 - the names are the contract's
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc.aio
+from kvlease.registry.errors import InvalidRequest, LimitReached, Overloaded
+from kvlease.registry.service import RegistryService
+from kvlease.registry.servicer_publish import Publications
+from kvlease.registry.servicer_session import serve_session
+from kvlease.registry.values import (
+    INCARNATION_BYTES,
+    EngineId,
+    Incarnation,
+    LeaseId,
+    Miss,
+    MissReason,
+)
+from kvlease.registry.wire import (
+    decode_end,
+    decode_filter,
+    decode_page_size,
+    decode_renew,
+    encode_engine_status,
+    encode_event,
+    encode_lease,
+    encode_publish_result,
+    encode_renew_status,
+)
+from kvlease.registry.wire_checks import check_batch, check_id, check_width
+from kvlease.registry.wire_resolve import (
+    decode_locate,
+    decode_naming,
+    decode_query,
+    encode_answer,
+    encode_located,
+    fill_answer,
+)
+from kvlease.v1 import registry_pb2 as pb
+from kvlease.v1 import registry_pb2_grpc
+
+PROGRESS_S: Final = 5.0
+"""A watcher hears at least this often, if only how far it has got."""
+PAGE_LEASES: Final = 5_000
+"""Leases in one answer at most, whatever was asked: with the longest ids they are below the message limit."""
+
+_INVALID: Final = Miss(reason=MissReason.INVALID)
+_OVERLOADED: Final = Miss(reason=MissReason.OVERLOADED)
+
+Context = grpc.aio.ServicerContext[object, object]
+SessionContext = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse]
+ResolveContext = grpc.aio.ServicerContext[pb.ResolveStreamRequest, pb.ResolveStreamResponse]
+WatchContext = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
+
+
+class RegistryServicer(registry_pb2_grpc.RegistryServicer):
+    """One instance serves all calls; it has no state but the number of its resolve streams."""
+
+    def __init__(self, service: RegistryService, *, welcome: pb.Welcome, max_resolve_streams: int) -> None:
+        self._service: Final = service
+        self._welcome: Final = welcome
+        self._max_resolve_streams: Final = max_resolve_streams
+        self._resolve_streams = 0
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: SessionContext
+    ) -> None:
+        await serve_session(self._service, request_iterator, context.write, self._welcome)
+
+    async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
+        engine_id = EngineId(check_id("engine_id", request.engine_id))
+        incarnation = Incarnation(check_width("incarnation", request.incarnation, INCARNATION_BYTES))
+        check_batch("leases", len(request.leases))
+        items = Publications(request.leases)
+        results = items.results(await self._service.publish(engine_id, incarnation, items.good))
+        return pb.PublishResponse(results=[encode_publish_result(x) for x in results])
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        result = await self._service.renew(*decode_renew(request))
+        return pb.RenewResponse(status=encode_renew_status(result.status), remaining_ms=result.remaining_ms)
+
+    async def End(self, request: pb.EndRequest, context: Context) -> pb.EndResponse:
+        return pb.EndResponse(ended=await self._service.end(decode_end(request)))
+
+    async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
+        return encode_answer(self._service.resolve(decode_query(request)))
+
+    async def ResolveStream(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.ResolveStreamRequest], context: ResolveContext
+    ) -> None:
+        if self._resolve_streams >= self._max_resolve_streams:
+            raise LimitReached("too many resolve streams", limit="max_resolve_streams")
+        self._resolve_streams += 1
+        try:
+            async for message in request_iterator:
+                await context.write(self._answers(message))
+        finally:
+            self._resolve_streams -= 1
+
+    async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
+        return encode_located(self._service.locate(*decode_locate(request)))
+
+    async def NameConversation(
+        self, request: pb.NameConversationRequest, context: Context
+    ) -> pb.NameConversationResponse:
+        await self._service.name_conversation(*decode_naming(request))
+        return pb.NameConversationResponse()
+
+    async def Watch(self, request: pb.WatchRequest, context: WatchContext) -> None:  # type: ignore[override]
+        with self._service.watch(decode_filter(request), request.from_revision) as watch:
+            await context.write(pb.WatchResponse(revision=watch.revision))
+            while (news := await watch.next(wait_s=PROGRESS_S)) is not None:
+                events = [encode_event(x) for x in news.events]
+                await context.write(pb.WatchResponse(revision=news.revision, events=events))
+
+    async def ListLeases(self, request: pb.ListLeasesRequest, context: Context) -> pb.ListLeasesResponse:
+        limit = min(decode_page_size(request), PAGE_LEASES)
+        after = LeaseId(check_id("page_token", request.page_token)) if request.page_token else None
+        page = self._service.list_leases(decode_filter(request), after=after, limit=limit)
+        return pb.ListLeasesResponse(
+            leases=[encode_lease(x) for x in page.leases], revision=page.revision, next_page_token=page.after or ""
+        )
+
+    async def ListEngines(self, request: pb.ListEnginesRequest, context: Context) -> pb.ListEnginesResponse:
+        return pb.ListEnginesResponse(engines=[encode_engine_status(x) for x in self._service.list_engines()])
+
+    def _answers(self, message: pb.ResolveStreamRequest) -> pb.ResolveStreamResponse:
+        check_batch("requests", len(message.requests))
+        response = pb.ResolveStreamResponse()
+        resolve, add = self._service.resolve, response.answers.add
+        for item in message.requests:
+            answer = add(correlation_id=item.correlation_id)
+            try:
+                fill_answer(answer.response, resolve(decode_query(item.request)))
+            except InvalidRequest:
+                fill_answer(answer.response, _INVALID)
+            except Overloaded:
+                fill_answer(answer.response, _OVERLOADED)
+        return response

@@ -1,0 +1,151 @@
+"""What an operator can set on a registry: flags, then KVLEASE_REGISTRY_* environment variables, then the defaults here.
+
+Validation happens here and nowhere else; the rest of the registry trusts these values. Durations are milliseconds.
+`--help` is made from the descriptions below. How long a lease lasts is the lenders' setting, not the registry's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, Self
+
+from kvlease.registry.table_limits import TableLimits
+from kvlease.registry.values import is_id
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+NO_METRICS: Final = "none"
+"""Switches the Prometheus endpoint off."""
+_DEFAULTS: Final = TableLimits()
+_DAY_MS: Final = 24 * 3600 * 1000
+_MOST: Final = 100_000_000
+
+Ms = Annotated[int, Field(ge=1, le=_DAY_MS)]
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+
+class SettingsError(ValueError):
+    """A setting has a wrong value; one line per setting, each naming its flag and its variable."""
+
+
+class RegistrySettings(BaseSettings):
+    """The lease authority: where leased KV blocks are, for lenders, borrowers and routers."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVLEASE_REGISTRY_",
+        env_ignore_empty=True,
+        frozen=True,
+        cli_prog_name="kvlease registry",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    listen: str = Field("127.0.0.1:7411", description="HOST:PORT for gRPC; port 0 picks a free one")
+    metrics_listen: str = Field("127.0.0.1:7412", description='HOST:PORT for Prometheus, or "none"')
+    store: str = Field("memory", description='where changes are kept: "memory" (one registry; lenders present again)')
+    replica_id: str = Field("", description="name of this registry in logs and to lenders; random if not given")
+
+    heartbeat_interval_ms: Ms = Field(1_000, description="how often lenders are told to send a heartbeat")
+    suspect_after_ms: Ms = Field(_DEFAULTS.suspect_after_ms, description="a lender silent for so long is not resolved")
+    session_ttl_ms: Ms = Field(_DEFAULTS.session_ttl_ms, description="a lender silent for so long is lost")
+
+    max_engines: Count = Field(_DEFAULTS.max_engines, description="engines with a session")
+    max_tenants: Count = Field(_DEFAULTS.max_tenants, description="tenants with leases or aliases")
+    max_leases_per_engine: Count = Field(_DEFAULTS.max_leases_per_engine, description="leases of one engine")
+    max_leases_per_tenant: Count = Field(_DEFAULTS.max_leases_per_tenant, description="leases of one tenant")
+    max_blocks_per_tenant: int = Field(
+        _DEFAULTS.max_blocks_per_tenant, ge=0, description="blocks pinned for one tenant on all engines; 0: no limit"
+    )
+    max_branches: Count = Field(_DEFAULTS.max_branches, description="leases side by side in one conversation")
+    max_aliases_per_tenant: Count = Field(_DEFAULTS.max_aliases_per_tenant, description="aliases of one tenant")
+    max_watchers: Count = Field(1_024, description="open watches")
+    max_resolve_streams: Count = Field(4_096, description="open resolve streams")
+    keep_events: Count = Field(65_536, description="lease events kept: how far a watcher may fall behind")
+
+    otlp_endpoint: str | None = Field(None, description="OTLP/gRPC endpoint for traces; OTEL_* variables apply too")
+    log_level: LogLevel = Field("info", description="least severe messages to log")
+    log_format: LogFormat = Field("text", description="one line of text or one JSON object per message")
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value != NO_METRICS:
+            split_address(value)
+        return value
+
+    @field_validator("store")
+    @classmethod
+    def _store(cls, value: str) -> str:
+        if value.startswith("etcd://"):
+            raise ValueError('etcd is not available in this version; use "memory"')
+        if value != "memory":
+            raise ValueError(f'must be "memory", not {value!r}')
+        return value
+
+    @field_validator("replica_id")
+    @classmethod
+    def _replica(cls, value: str) -> str:
+        if value and not is_id(value):
+            raise ValueError("must be 1-128 of [A-Za-z0-9._:@/+=-]")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.listen == NO_METRICS:
+            raise ValueError("listen: must be HOST:PORT")
+        if self.suspect_after_ms < 2 * self.heartbeat_interval_ms:
+            raise ValueError(
+                "suspect-after-ms: must be at least two heartbeat intervals, or one late heartbeat hides leases"
+            )
+        if self.session_ttl_ms <= self.suspect_after_ms:
+            raise ValueError("session-ttl-ms: must be longer than suspect-after-ms")
+        return self
+
+    def table_limits(self) -> TableLimits:
+        """What of this the lease table is told."""
+        return TableLimits(
+            suspect_after_ms=self.suspect_after_ms,
+            session_ttl_ms=self.session_ttl_ms,
+            max_engines=self.max_engines,
+            max_tenants=self.max_tenants,
+            max_leases_per_engine=self.max_leases_per_engine,
+            max_leases_per_tenant=self.max_leases_per_tenant,
+            max_blocks_per_tenant=self.max_blocks_per_tenant,
+            max_branches=self.max_branches,
+            max_aliases_per_tenant=self.max_aliases_per_tenant,
+        )
+
+
+def load(argv: list[str] | None = None) -> RegistrySettings:
+    """Settings from flags and environment; `argv` None means no flags.
+
+    Raises SettingsError, and SystemExit from argparse for an unknown flag or --help.
+    """
+    try:
+        return RegistrySettings(_cli_parse_args=argv if argv is not None else [])  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise SettingsError("\n".join(_lines(error))) from error
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT or [HOST]:PORT. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        raise ValueError(f"must be HOST:PORT, not {text!r}")
+    return host, int(port)
+
+
+def _lines(error: ValidationError) -> list[str]:
+    lines = []
+    for fault in error.errors(include_url=False, include_context=False):
+        message = fault["msg"].removeprefix("Value error, ")
+        name = str(fault["loc"][0]).replace("_", "-") if fault["loc"] else ""
+        if not name:  # from the check of the whole, which names its setting itself
+            name, _, message = message.partition(": ")
+        variable = "KVLEASE_REGISTRY_" + name.upper().replace("-", "_")
+        lines.append(f"--{name} ({variable}): {message}")
+    return lines

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 from aiohttp import web
+from kvlease.router.server import RouterServer
+from kvlease.router.settings import load
+from opentelemetry.trace import Tracer
 
 Script = Callable[["Call"], Awaitable[web.StreamResponse]]
 LIMIT_S = 10.0
@@ -163,3 +168,55 @@ def refused(status: int, message: str) -> web.Response:
     """An error as vLLM words it."""
     error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
     return web.json_response({"error": error}, status=status)
+
+
+@asynccontextmanager
+async def routing(
+    prefill: Sequence[Engine | str], decode: Sequence[Engine | str], *flags: str, tracer: Tracer | None = None
+) -> AsyncIterator[RouterServer]:
+    """A router in front of these engines, on a free port; no registry unless a flag says so."""
+    argv = ["--listen", "127.0.0.1:0", "--registry", "none", "--drain-timeout-ms", "500"]
+    for flag, engines in (("--prefill", prefill), ("--decode", decode)):
+        for engine in engines:
+            argv += [flag, engine if isinstance(engine, str) else engine.url]
+    async with RouterServer(load([*argv, *flags]), tracer=tracer) as router:
+        yield router
+
+
+def url(router: RouterServer, path: str = "/v1/chat/completions") -> str:
+    return f"http://127.0.0.1:{router.port}{path}"
+
+
+def sample(router: RouterServer, name: str, **labels: str) -> float:
+    """A metric's value now; 0 if it was never set."""
+    return router.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Lets the loop run until `true`, bounded."""
+    async with asyncio.timeout(LIMIT_S):
+        while not true():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0.001)
+
+
+def unused_url() -> str:
+    """A URL where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+@asynccontextmanager
+async def fleet(
+    prefill: Sequence[Engine | str],
+    decode: Sequence[Engine | str],
+    *flags: str,
+    tracer: Tracer | None = None,
+    headers: dict[str, str] | None = None,
+) -> AsyncIterator[tuple[RouterServer, aiohttp.ClientSession]]:
+    """Serves the engines, a router in front of them, and a client."""
+    async with AsyncExitStack() as stack:
+        for engine in dict.fromkeys(e for e in (*prefill, *decode) if isinstance(e, Engine)):
+            await stack.enter_async_context(engine.serve())
+        router = await stack.enter_async_context(routing(prefill, decode, *flags, tracer=tracer))
+        yield router, await stack.enter_async_context(aiohttp.ClientSession(headers=headers))

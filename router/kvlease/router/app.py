@@ -42,7 +42,7 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _FORWARDED: Final = ("user-agent", "x-session-id", "x-vllm-priority")
 """Request headers that mean something to an engine and nothing about one connection."""
 
-_BEGUN: Final = "kvlease.begun"
+_BEGUN: Final = web.RequestKey("begun", bool)
 """Set on a request once part of its answer may have been sent."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

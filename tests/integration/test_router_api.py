@@ -1,0 +1,208 @@
+"""The router's own surface: what it refuses, what it says of itself, and what it never repeats."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import format_span_id, format_trace_id
+
+from tests.integration.router_peers import Call, Engine, fleet, refused, routing, sample, until, url
+
+BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("POST", "/v1/chat/completions", b"{", 400, "invalid_request"),
+        ("POST", "/v1/chat/completions", b'{"messages":[]}', 400, "invalid_request"),
+        ("POST", "/v1/chat/completions", b'{"messages":[{}],"temperature":1e999}', 400, "invalid_request"),
+        ("POST", "/v1/chat/completions", b'{"messages":[{},{},{}]}', 400, "invalid_request"),
+        ("POST", "/v1/chat/completions", b" " * 5000, 413, "body_too_large"),
+        ("GET", "/v1/chat/completions", b"", 405, "method_not_allowed"),
+        ("POST", "/v1/embeddings", b"{}", 404, "not_found"),
+        ("POST", "/tokenize", b"{}", 404, "not_found"),
+        ("DELETE", "/v1/conversations/not%20one", b"", 400, "invalid_request"),
+        ("DELETE", "/v1/conversations/c", b"", 404, "not_found"),
+    ],
+)
+async def test_what_is_refused_is_refused_the_openai_way(
+    method: str, path: str, body: bytes, status: int, code: str
+) -> None:
+    engine = Engine()
+    flags = ("--max-body-bytes", "4096", "--max-messages", "2")
+    async with fleet([engine], [engine], *flags) as (router, http):
+        async with http.request(method, url(router, path), data=body) as answer:
+            assert answer.status == status
+            error = (await answer.json())["error"]
+            assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, code)
+        assert not engine.calls
+
+
+async def test_an_illegal_conversation_header_is_refused() -> None:
+    engine = Engine()
+    async with fleet([engine], [engine]) as (router, http):
+        async with http.post(url(router), json=BODY, headers={"x-kvlease-conversation": "a b"}) as answer:
+            assert answer.status == 400
+        async with http.post(url(router), json=BODY, headers={"x-kvlease-conversation": "a-b"}) as answer:
+            assert answer.status == 200
+            assert answer.headers["x-kvlease-conversation"] == "a-b"
+
+
+async def test_more_turns_than_allowed_are_refused_with_a_hint() -> None:
+    hold = asyncio.Event()
+    engine = Engine()
+
+    async def script(call: Call) -> web.StreamResponse:
+        await hold.wait()
+        return await engine.default(call)
+
+    engine.script = script
+    async with fleet([engine], [engine], "--max-turns", "1") as (router, http):
+        first = asyncio.create_task(http.post(url(router), json=BODY).__aenter__())
+        await engine.received(1)
+        async with http.post(url(router), json=BODY) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+            assert (await answer.json())["error"]["code"] == "overloaded"
+        hold.set()
+        assert (await first).status == 200
+        async with http.post(url(router), json=BODY) as answer:
+            assert answer.status == 200
+
+
+async def test_health_tells_who_is_missing() -> None:
+    prefill, decode = Engine(), Engine()
+    async with fleet([prefill], [decode], "--health-interval-ms", "10") as (router, http):
+
+        async def health() -> tuple[int, Any]:
+            async with http.get(url(router, "/health")) as answer:
+                return answer.status, await answer.json()
+
+        await until(router.routes.ready)
+        status, report = await health()
+        assert (status, report["status"], report["registry"]) == (200, "ready", "off")
+        assert report["prefill"] == [{"url": prefill.url, "health": "up", "outstanding": 0}]
+        decode.healthy = False
+        await until(lambda: not router.routes.ready())
+        status, report = await health()
+        assert (status, report["status"]) == (503, "not_ready")
+        assert report["decode"][0]["health"] == "down"
+        async with http.get(url(router, "/livez")) as answer:
+            assert answer.status == 200
+        async with http.get(url(router, "/metrics")) as answer:
+            page = await answer.text()
+        assert f'kvlease_router_engine_up{{role="decode",target="{decode.url}"}} 0.0' in page
+        decode.healthy = True
+        await until(router.routes.ready)
+
+
+async def test_authorization_is_forwarded_unless_switched_off() -> None:
+    engine = Engine()
+    headers = {"Authorization": "Bearer secret", "Cookie": "c=1", "X-Session-ID": "s"}
+    async with engine.serve(), aiohttp.ClientSession() as http:
+        async with routing([engine], [engine]) as router, http.post(url(router), json=BODY, headers=headers) as answer:
+            assert answer.status == 200
+        for call in engine.calls:
+            assert call.request.headers["Authorization"] == "Bearer secret"
+            assert call.request.headers["X-Session-ID"] == "s"
+            assert "Cookie" not in call.request.headers
+        engine.calls.clear()
+        async with (
+            routing([engine], [engine], "--no-forward-authorization") as router,
+            http.post(url(router), json=BODY, headers=headers) as answer,
+        ):
+            assert answer.status == 200
+        assert not any("Authorization" in call.request.headers for call in engine.calls)
+
+
+async def test_client_parameters_are_stripped_and_counted() -> None:
+    engine = Engine()
+    sent = {**BODY, "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[666]]}}
+    async with fleet([engine], [engine]) as (router, http):
+        async with http.post(url(router), json=sent) as answer:
+            assert answer.status == 200
+        assert not any(b"666" in call.raw for call in engine.calls)
+        assert sample(router, "kvlease_router_stripped_params_total") == 1
+
+
+async def test_several_sequences_are_not_handed_off() -> None:
+    engine = Engine()
+    async with fleet([engine], [engine]) as (router, http):
+        async with http.post(url(router), json={**BODY, "n": 4}) as answer:
+            assert answer.status == 200
+        [call] = engine.calls
+        assert call.body == {**BODY, "n": 4}
+        assert sample(router, "kvlease_router_fallbacks_total", reason="several_sequences") == 1
+
+
+async def test_one_trace_from_the_client_to_the_engines() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    prefill, decode = Engine(), Engine()
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with fleet([prefill], [decode], tracer=provider.get_tracer("t")) as (router, http):
+        async with http.post(url(router), json=BODY, headers={"traceparent": parent}) as answer:
+            await answer.read()
+        await until(lambda: len(exporter.get_finished_spans()) == 3)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"turn", "prefill", "decode"}
+    turn = spans["turn"]
+    assert turn.parent is not None
+    assert format_span_id(turn.parent.span_id) == parent[36:52]
+    assert turn.attributes is not None
+    assert turn.attributes["kvlease.outcome"] == "served"
+    assert turn.attributes["kvlease.conversation"] == answer.headers["x-kvlease-conversation"]
+    for name, engine in (("prefill", prefill), ("decode", decode)):
+        span = spans[name]
+        assert span.context is not None
+        assert format_trace_id(span.context.trace_id) == parent[3:35]
+        assert span.parent == turn.context
+        assert engine.calls[0].request.headers["traceparent"].split("-")[2] == format_span_id(span.context.span_id)
+
+
+SECRETS = ("Xyzzy-prompt", "Xyzzy-answer", "Xyzzy-token", "Xyzzy-said", "Xyzzy-param")
+
+
+@pytest.mark.parametrize("fate", ["served", "refused", "failed", "invalid", "broken"])
+async def test_nothing_said_is_in_logs_spans_or_metrics(fate: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    engine = Engine()
+    engine.answers = ["Xyzzy-answer"]
+
+    async def script(call: Call) -> web.StreamResponse:
+        if fate == "broken":
+            assert call.request.transport is not None
+            call.request.transport.abort()
+        return refused(400 if fate == "refused" else 500, "no: Xyzzy-said")
+
+    engine.script = None if fate == "served" else script
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Xyzzy-prompt"}],
+        "kv_transfer_params": "Xyzzy-param",
+    }
+    raw = json.dumps(body)[: -1 if fate == "invalid" else None]
+    headers = {"Authorization": "Bearer Xyzzy-token"}
+    async with fleet([engine], [engine], "--log-level", "debug", tracer=provider.get_tracer("t"), headers=headers) as (
+        router,
+        http,
+    ):
+        async with http.post(url(router), data=raw) as answer:
+            await answer.read()
+        async with http.get(url(router, "/metrics")) as answer:
+            page = await answer.text()
+    told = caplog.text + page + "".join(span.to_json() for span in exporter.get_finished_spans())
+    assert "kvlease_router_turns_total" in told
+    for secret in SECRETS:
+        assert secret not in told

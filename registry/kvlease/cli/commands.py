@@ -1,0 +1,120 @@
+"""The command line: which commands there are, their flags, and who carries them out.
+
+Only argparse here. `registry` and `router` have settings of their own, with their own --help; the rest are questions to
+a registry (`operate.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Final
+
+from kvlease.cli import exits
+
+DEFAULT_REGISTRY: Final = "127.0.0.1:7411"
+SERVICES: Final = ("registry", "router")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; `argv` None means this process's arguments. Returns the exit status (`exits.py`)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in SERVICES:
+        return _serve(arguments[0], arguments[1:])
+    options = _parser().parse_args(arguments)
+    from kvlease.cli import operate
+
+    return operate.main(options)
+
+
+def _serve(service: str, arguments: list[str]) -> int:
+    try:
+        if service == "registry":
+            from kvlease.cli.serve import main as serve
+        else:
+            from kvlease.router.__main__ import main as serve
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"kvlease {service}: {error.name} is missing; install kvlease[server]\n")
+        return exits.FAILED
+    return serve(arguments)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kvlease")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked: it reads files."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        sys.stdout.write(f"kvlease {_version()}\n")
+        parser.exit(exits.DONE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvlease",
+        description="Lease-based KV block registry for disaggregated LLM serving on vLLM.",
+        epilog=exits.TEXT,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in SERVICES:  # only for the list of commands: `main` has passed them on already
+        commands.add_parser(name, help=f"run a {name}", add_help=False)
+
+    leases = _question(commands, "leases", "list leases that can be resolved")
+    _selection(leases)
+    _question(commands, "engines", "list engines that have a session or are missed")
+
+    end = _question(commands, "end", "end leases, for good; what is ended or unknown already is no error")
+    target = end.add_mutually_exclusive_group(required=True)
+    target.add_argument("--lease", metavar="ID", help="one lease of the tenant")
+    target.add_argument("--conversation", metavar="ID", help="a conversation of the tenant")
+    target.add_argument("--engine", metavar="ID", help="all leases of an engine, whatever the tenant (a drain)")
+    target.add_argument("--whole-tenant", action="store_true", help="all leases of the tenant")
+    _tenant(end)
+
+    resolve = _question(commands, "resolve", "find the lease that a borrower would get")
+    resolve.add_argument("--lease", metavar="ID", help="this lease")
+    resolve.add_argument("--conversation", metavar="ID", help="the longest lease of this conversation")
+    resolve.add_argument("--digests", metavar="HEX", help="the longest common prefix with this digest chain")
+    resolve.add_argument("--stride-tokens", type=int, default=64, metavar="N", help="tokens a digest (default 64)")
+    _tenant(resolve)
+
+    watch = _question(commands, "watch", "show lease events as they happen, until interrupted")
+    watch.add_argument("--from-revision", type=int, default=0, metavar="N", help="events after it (default: from now)")
+    watch.add_argument("--count", type=int, default=0, metavar="N", help="stop after so many events (default: never)")
+    _selection(watch)
+    return parser
+
+
+def _question(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", epilog=exits.TEXT)
+    parser.add_argument("--registry", default=DEFAULT_REGISTRY, metavar="HOST:PORT", help="(default %(default)s)")
+    parser.add_argument("--timeout-ms", type=_positive, default=5_000, metavar="MS", help="(default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
+    return parser
+
+
+def _selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tenant", metavar="ID", help="of this tenant only")
+    parser.add_argument("--engine", metavar="ID", help="on this engine only")
+    parser.add_argument("--conversation", metavar="ID", help="of this conversation only")
+
+
+def _tenant(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tenant", default="default", metavar="ID", help="(default %(default)s)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

@@ -1,0 +1,15 @@
+"""Exit statuses of `kvlease`, the same for every command. Documented in `kvlease --help`; scripts rest on them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+DONE: Final = 0
+FAILED: Final = 1
+"""The registry could not be reached, refused, or an address could not be served."""
+USAGE: Final = 2
+"""A flag, an argument or a setting is wrong."""
+MISS: Final = 3
+"""`kvlease resolve` found no lease."""
+
+TEXT: Final = "exit status: 0 done; 1 failed (unreachable, refused, address in use); 2 wrong usage; 3 resolve: a miss"

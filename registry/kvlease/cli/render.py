@@ -1,0 +1,175 @@
+"""How answers look: tables for people, one JSON object per line for programs.
+
+Values in, text out. Times to go are given in seconds for people and in milliseconds for programs; ids are never cut.
+The JSON keys are the field names of the values and stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvlease.registry.values import DIGEST_BYTES, EngineStatus, Hit, LeaseEvent, LeaseList, LeaseView, Miss
+
+Json = Mapping[str, str | int | bool | Mapping[str, str] | None]
+
+
+class Output:
+    """Writes to stdout."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json: Final = as_json
+
+    def leases(self, found: LeaseList) -> None:
+        if self._as_json:
+            for lease in found.leases:
+                _line(_lease(lease))
+            return
+        rows = [
+            (x.lease_id, x.tenant, x.conversation or "-", x.engine_id, _state(x), str(x.tokens), _blocks(x), _left(x))
+            for x in found.leases
+        ]
+        _table(("lease", "tenant", "conversation", "engine", "state", "tokens", "blocks", "left"), rows)
+        sys.stdout.write(f"{len(rows)} leases at revision {found.revision}\n")
+
+    def engines(self, engines: Sequence[EngineStatus]) -> None:
+        if self._as_json:
+            for engine in engines:
+                _line(_engine(engine))
+            return
+        rows = [
+            (
+                x.engine.engine_id,
+                "suspect" if x.suspect else "connected" if x.connected else "away",
+                _seconds(x.silent_ms),
+                str(x.leases),
+                f"{x.leased_blocks}",
+                f"{x.free_blocks}/{x.total_blocks}",
+                x.engine.api_url or "-",
+                x.engine.version or "-",
+            )
+            for x in engines
+        ]
+        _table(("engine", "state", "silent", "leases", "leased", "free blocks", "url", "version"), rows)
+
+    def ended(self, count: int) -> None:
+        if self._as_json:
+            _line({"ended": count})
+        else:
+            sys.stdout.write(f"{count} leases ended\n")
+
+    def answer(self, answer: Hit | Miss, *, stride_tokens: int) -> None:
+        if isinstance(answer, Miss):
+            self._miss(answer)
+            return
+        matched, strides = answer.matched_strides, len(answer.record.digests) // DIGEST_BYTES
+        if self._as_json:
+            _line(
+                {
+                    "lease_id": answer.lease_id,
+                    "engine_id": answer.engine_id,
+                    "conversation": answer.conversation,
+                    "matched_strides": matched,
+                    "strides": strides,
+                    "state": answer.state.value,
+                    "remaining_ms": answer.remaining_ms,
+                    "record_bytes": len(answer.record.digests) + len(answer.record.body),
+                    "traceparent": answer.traceparent,
+                }
+            )
+            return
+        sys.stdout.write(
+            f"hit: lease {answer.lease_id} on {answer.engine_id}, {matched} of {strides} strides "
+            f"({matched * stride_tokens} tokens at {stride_tokens} a stride), {answer.state.value}, "
+            f"{_seconds(answer.remaining_ms)} left\n"
+        )
+
+    def event(self, event: LeaseEvent) -> None:
+        lease = event.lease
+        if self._as_json:
+            _line({"revision": event.revision, "type": event.type.value, **_lease(lease)})
+        else:
+            why = f" ({lease.end_reason.value})" if lease.end_reason is not None else ""
+            sys.stdout.write(
+                f"{event.revision} {event.type.value}{why} lease {lease.lease_id} of {lease.tenant}, "
+                f"conversation {lease.conversation or '-'}, on {lease.engine_id}, {lease.tokens} tokens\n"
+            )
+        sys.stdout.flush()
+
+    def _miss(self, miss: Miss) -> None:
+        ended = miss.end_reason.value if miss.end_reason is not None else None
+        fields = dict(miss.lender_fingerprint.fields) if miss.lender_fingerprint is not None else None
+        if self._as_json:
+            _line({"miss": miss.reason.value, "end_reason": ended, "lender_fingerprint": fields})
+            return
+        detail = f" ({ended})" if ended else ""
+        sys.stdout.write(f"miss: {miss.reason.value}{detail}\n")
+        for name, value in (fields or {}).items():
+            sys.stdout.write(f"  lender's {name}: {value}\n")
+
+
+def _lease(lease: LeaseView) -> Json:
+    return {
+        "lease_id": lease.lease_id,
+        "tenant": lease.tenant,
+        "conversation": lease.conversation,
+        "engine_id": lease.engine_id,
+        "incarnation": lease.incarnation.hex(),
+        "tokens": lease.tokens,
+        "stride_tokens": lease.stride_tokens,
+        "blocks": lease.blocks,
+        "size_bytes": lease.size_bytes,
+        "state": lease.state.value,
+        "remaining_ms": lease.remaining_ms,
+        "end_reason": lease.end_reason.value if lease.end_reason is not None else None,
+        "suspect": lease.suspect,
+        "traceparent": lease.traceparent,
+    }
+
+
+def _engine(status: EngineStatus) -> Json:
+    engine = status.engine
+    return {
+        "engine_id": engine.engine_id,
+        "incarnation": engine.incarnation.hex(),
+        "api_url": engine.api_url,
+        "version": engine.version,
+        "fingerprint": dict(engine.fingerprint.fields),
+        "labels": dict(engine.labels),
+        "connected": status.connected,
+        "suspect": status.suspect,
+        "silent_ms": status.silent_ms,
+        "leases": status.leases,
+        "leased_blocks": status.leased_blocks,
+        "free_blocks": status.free_blocks,
+        "total_blocks": status.total_blocks,
+    }
+
+
+def _line(fields: Json) -> None:
+    sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need to be: an id that is cut cannot be copied."""
+    widths = [max(len(head), *(len(row[i]) for row in rows), 0) for i, head in enumerate(heads)]
+    for row in (tuple(head.upper() for head in heads), *rows):
+        sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
+
+
+def _state(lease: LeaseView) -> str:
+    return f"{lease.state.value}, suspect" if lease.suspect else lease.state.value
+
+
+def _blocks(lease: LeaseView) -> str:
+    return str(lease.blocks) if not lease.size_bytes else f"{lease.blocks} ({lease.size_bytes / 2**20:.1f} MiB)"
+
+
+def _left(lease: LeaseView) -> str:
+    return _seconds(lease.remaining_ms)
+
+
+def _seconds(value_ms: int) -> str:
+    return f"{value_ms / 1000:.1f} s"

@@ -13,7 +13,7 @@ from typing import Final
 
 import uvloop
 from kvlease.registry.telemetry import configure_tracing
-from kvlease.router.server import RouterServer
+from kvlease.router.server import RouterServer, StartError
 from kvlease.router.settings import RouterSettings, SettingsError, load
 
 EXIT_FAILED: Final = 1
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     try:
         uvloop.run(_run(settings))
-    except OSError as error:
-        _LOG.error("cannot serve on %s: %s", settings.listen, error.strerror or error)
+    except StartError as error:
+        sys.stderr.write(f"kvlease router: {error}\n")
         return EXIT_FAILED
     return 0
 

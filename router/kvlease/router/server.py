@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Final, Self
@@ -31,6 +32,10 @@ from opentelemetry.trace import NoOpTracerProvider, Tracer
 _LOG: Final = logging.getLogger(__name__)
 
 
+class StartError(Exception):
+    """The router cannot start; the message says what to change."""
+
+
 class RouterServer:
     """Serves turns while open. `tracer` None: no traces."""
 
@@ -45,6 +50,7 @@ class RouterServer:
         self.port = 0
 
     async def __aenter__(self) -> Self:
+        """Raises StartError."""
         async with AsyncExitStack() as stack:
             await self._open(stack)
             self._stack = stack.pop_all()
@@ -59,7 +65,9 @@ class RouterServer:
         settings = self._settings
         client = await stack.enter_async_context(RegistryClient(settings.registry)) if settings.leases else None
         upstream = await stack.enter_async_context(Upstream(connect_timeout_ms=settings.connect_timeout_ms))
-        group = await stack.enter_async_context(asyncio.TaskGroup())
+        group = await asyncio.TaskGroup().__aenter__()
+        # An error of the caller is not the group's: it passes as it is, not inside an ExceptionGroup.
+        stack.push_async_callback(group.__aexit__, None, None, None)
         leases = Leases(
             client,
             self.metrics,
@@ -110,7 +118,10 @@ class RouterServer:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         host, port = split_address(self._settings.listen)
-        await web.TCPSite(runner, host, port).start()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise StartError(f"--listen {self._settings.listen}: {os.strerror(error.errno or 0)}") from error
         stack.callback(setattr, app, "draining", True)
         self.host, self.port = runner.addresses[0][:2]
         _LOG.info("router serves on %s:%d", self.host, self.port)

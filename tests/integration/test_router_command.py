@@ -1,0 +1,132 @@
+"""`kvlease router` as a process: its settings, what it says about wrong ones, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from kvlease.router.routes import Role, Target
+from kvlease.router.settings import SettingsError, load, split_address
+
+from tests.integration.router_peers import LIMIT_S, Call, Engine
+
+ENGINES = ("--prefill", "http://p:1", "--decode", "http://d:1")
+START_S = 30.0
+BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--prefill (KVLEASE_ROUTER_PREFILL): at least one URL is needed"),
+        (["--prefill", "http://p"], "--decode (KVLEASE_ROUTER_DECODE): at least one URL is needed"),
+        ([*ENGINES, "--decode", "http://d:1/v1"], "--decode (KVLEASE_ROUTER_DECODE): the same URL is given twice"),
+        ([*ENGINES, "--prefill", "p:1"], "--prefill (KVLEASE_ROUTER_PREFILL): 'p:1' is not an http"),
+        ([*ENGINES, "--prefill", "x@http://p:2"], "ENGINE_ID@ is for decode engines only"),
+        ([*ENGINES, "--decode", "a b@http://p:2"], "'a b' is not an engine id"),
+        ([*ENGINES, "--decode", "http://u:pw@d:2"], "no user"),
+        ([*ENGINES, "--listen", "8000"], "--listen (KVLEASE_ROUTER_LISTEN): must be HOST:PORT"),
+        ([*ENGINES, "--listen", "h:99999"], "--listen (KVLEASE_ROUTER_LISTEN): must be HOST:PORT"),
+        ([*ENGINES, "--listen", "none"], "--listen (KVLEASE_ROUTER_LISTEN): must be HOST:PORT"),
+        ([*ENGINES, "--registry", "nowhere"], "--registry (KVLEASE_ROUTER_REGISTRY): must be HOST:PORT"),
+        ([*ENGINES, "--tenant", "a b"], "--tenant (KVLEASE_ROUTER_TENANT): must be 1-128 of"),
+        ([*ENGINES, "--idle-timeout-ms", "0"], "--idle-timeout-ms (KVLEASE_ROUTER_IDLE_TIMEOUT_MS): Input should be"),
+        ([*ENGINES, "--log-level", "loud"], "--log-level (KVLEASE_ROUTER_LOG_LEVEL): Input should be 'debug'"),
+    ],
+)
+def test_a_wrong_setting_is_named(argv: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(argv)
+    assert message in str(caught.value)
+    assert "pw" not in str(caught.value)
+
+
+def test_settings_come_from_flags_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLEASE_ROUTER_PREFILL", "http://p:1, http://p:2/")
+    monkeypatch.setenv("KVLEASE_ROUTER_DECODE", "d-1@http://d:1/v1")
+    monkeypatch.setenv("KVLEASE_ROUTER_RENEW", "true")
+    settings = load(["--no-renew", "--registry", "none"])
+    assert settings.targets() == (
+        Target(role=Role.PREFILL, url="http://p:1"),
+        Target(role=Role.PREFILL, url="http://p:2"),
+        Target(role=Role.DECODE, url="http://d:1", engine_id=settings.targets()[2].engine_id),
+    )
+    assert settings.targets()[2].engine_id == "d-1"
+    assert (settings.renew, settings.leases, settings.recompute_threshold) == (False, False, None)
+
+
+def test_addresses() -> None:
+    assert split_address("[::1]:80") == ("::1", 80)
+    assert split_address("localhost:0") == ("localhost", 0)
+
+
+@contextlib.asynccontextmanager
+async def command(*argv: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVLEASE_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvlease.router", *argv, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    try:
+        async with asyncio.timeout(START_S):
+            yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def said(process: asyncio.subprocess.Process) -> str:
+    assert process.stderr is not None
+    return (await process.stderr.readline()).decode()
+
+
+async def test_a_wrong_setting_ends_the_command_with_2() -> None:
+    async with command("--prefill", "http://p") as process:
+        assert (await said(process)).startswith("kvlease router: --decode (KVLEASE_ROUTER_DECODE): ")
+        assert await process.wait() == 2
+
+
+async def test_a_taken_address_ends_the_command_with_1() -> None:
+    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    async with taken:
+        address = "127.0.0.1:" + str(taken.sockets[0].getsockname()[1])
+        async with command("--listen", address, "--registry", "none", *ENGINES) as process:
+            assert await said(process) == f"kvlease router: --listen {address}: Address already in use\n"
+            assert await process.wait() == 1
+
+
+async def test_sigterm_lets_a_turn_in_flight_end() -> None:
+    hold = asyncio.Event()
+    engine = Engine()
+
+    async def script(call: Call) -> web.StreamResponse:
+        await hold.wait()
+        return await engine.default(call)
+
+    engine.script = script
+    async with engine.serve():
+        flags = ("--listen", "127.0.0.1:0", "--registry", "none", "--prefill", engine.url, "--decode", engine.url)
+        async with command(*flags) as process, aiohttp.ClientSession() as http:
+            found = re.search(r"router serves on (\S+)", await said(process))
+            assert found is not None
+            target = f"http://{found[1]}/v1/chat/completions"
+            turn = asyncio.create_task(http.post(target, json=BODY).__aenter__())
+            await engine.received(1)
+            process.send_signal(signal.SIGTERM)
+            while "router stops" not in await said(process):
+                pass
+            hold.set()
+            async with asyncio.timeout(LIMIT_S):
+                answer = await turn
+                assert answer.status == 200
+                assert (await answer.json())["choices"][0]["message"]["content"] == "Hello there"
+            assert await process.wait() == 0

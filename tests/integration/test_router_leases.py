@@ -1,0 +1,235 @@
+"""Turns that continue each other, through routers that share a real registry: recognised, located, and sent to the
+lender; and served all the same when the registry is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from kvlease.registry.server import RegistryServer
+from kvlease.router.server import RouterServer
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import format_span_id
+
+from tests.integration.router_lender import lending, registry
+from tests.integration.router_peers import LIMIT_S, Call, Engine, fleet, routing, sample, until, unused_url, url
+
+ASK = {"role": "user", "content": "Hi?"}
+ANSWER = {"role": "assistant", "content": "Hello there"}
+MORE = {"role": "user", "content": "And?"}
+
+
+def body(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": list(messages), **fields}
+
+
+async def turn(http: aiohttp.ClientSession, router: RouterServer, fields: dict[str, Any], **headers: str) -> str:
+    """Serves a turn; its conversation."""
+    async with asyncio.timeout(LIMIT_S), http.post(url(router), json=fields, headers=headers) as answer:
+        assert answer.status == 200
+        await answer.read()
+        return answer.headers["x-kvlease-conversation"]
+
+
+def named(router: RouterServer) -> float:
+    return sample(router, "kvlease_router_namings_total", outcome="named")
+
+
+def flags(server: RegistryServer) -> tuple[str, ...]:
+    # A busy machine must not turn a hit into a time-out.
+    return ("--registry", server.endpoint, "--locate-timeout-ms", "5000")
+
+
+@asynccontextmanager
+async def two_routers() -> AsyncIterator[tuple[list[RouterServer], aiohttp.ClientSession, Engine, list[Engine]]]:
+    """Two routers before one prefill and two decode engines; one registry."""
+    prefill, decode = Engine(), [Engine(), Engine()]
+    async with (
+        registry() as server,
+        fleet([prefill], decode, *flags(server)) as (first, http),
+        routing([prefill], decode, *flags(server)) as second,
+    ):
+        yield [first, second], http, prefill, decode
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_another_router_recognises_the_next_turn(stream: bool) -> None:
+    async with two_routers() as ([first, second], http, prefill, _):
+        conversation = await turn(http, first, body(ASK, stream=stream))
+        await until(lambda: named(first) == 1)
+        assert await turn(http, second, body(ASK, ANSWER, MORE, stream=stream)) == conversation
+        assert prefill.calls[1].params["kvlease"] == {"tenant": "default", "conversation": conversation}
+        await until(lambda: named(second) == 1)
+        assert await turn(http, first, body(ASK, ANSWER, MORE, ANSWER, ASK)) == conversation
+        assert await turn(http, first, body(MORE, ANSWER, ASK)) != conversation
+
+
+async def test_a_retry_a_new_answer_and_branches_stay_in_the_conversation() -> None:
+    async with two_routers() as ([first, second], http, _, decode):
+        conversation = await turn(http, first, body(ASK))
+        await until(lambda: named(first) == 1)
+        again = body(ASK, ANSWER, MORE)
+        for router in (second, first, second):  # retried, regenerated with another outcome, retried
+            decode[0].answers = decode[1].answers = [f"Answer of {router.port}"]
+            assert await turn(http, router, again) == conversation
+        for branch in ("a", "b", "c"):
+            assert await turn(http, first, body(ASK, ANSWER, {"role": "user", "content": branch})) == conversation
+
+
+async def test_the_answer_of_each_branch_is_named() -> None:
+    prefill, decode = Engine(), Engine()
+
+    async def two(_: Call) -> web.StreamResponse:
+        choices = [
+            {"index": i, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+            for i, text in enumerate("ab")
+        ]
+        return web.json_response({"choices": choices})
+
+    async with registry() as server, fleet([prefill], [decode], *flags(server)) as (router, http):
+        decode.script = two
+        conversation = await turn(http, router, body(ASK, n=2))
+        decode.script = None
+        await until(lambda: named(router) == 1)
+        for text in "ab":
+            said = {"role": "assistant", "content": text}
+            assert await turn(http, router, body(ASK, said, MORE)) == conversation
+        [call] = [call for call in decode.calls if call.body.get("n")]
+        assert call.params["do_remote_prefill"] is False  # several sequences cannot share one handoff
+        assert call.params["kvlease"]["conversation"] == conversation
+
+
+async def test_a_located_turn_goes_to_its_lender_and_names_the_lease() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    prefill, decode = Engine(), [Engine(), Engine(), Engine()]
+    tracer = provider.get_tracer("t")
+    async with (
+        registry() as server,
+        fleet([prefill], decode, *flags(server), tracer=tracer) as (router, http),
+        lending(server, decode[2].url + "/v1") as lender,
+    ):
+        lease_id = await lender.lend("c-1")
+        for number in range(3):
+            await turn(http, router, body(ASK, conversation_id="c-1"))
+            assert len(decode[2].calls) == number + 1
+        terms = {"tenant": "default", "conversation": "c-1", "lease_id": lease_id}
+        assert prefill.calls[0].params["kvlease"] == terms
+        assert decode[2].calls[0].params == {**prefill.handoff(1), "kvlease": terms}
+        assert "conversation_id" not in decode[2].calls[0].body
+        assert sample(router, "kvlease_router_locates_total", outcome="hit") == 3
+        assert await turn(http, router, body(ASK), **{"x-kvlease-conversation": "c-2"}) == "c-2"
+        assert sample(router, "kvlease_router_misses_total", reason="unknown") == 1
+    spans = [span for span in exporter.get_finished_spans() if span.name == "turn"]
+    assert spans[0].attributes is not None
+    assert spans[0].attributes["kvlease.lease_id"] == lease_id
+    assert [format_span_id(link.context.span_id) for link in spans[0].links] == ["00f067aa0ba902b7"]
+    located = next(span for span in exporter.get_finished_spans() if span.name == "locate")
+    assert located.attributes is not None
+    assert located.attributes["kvlease.tokens"] == 128
+
+
+async def test_a_lender_known_under_another_url_is_found_by_its_id() -> None:
+    prefill, other, decode = Engine(), Engine(), Engine()
+    async with prefill.serve(), other.serve(), decode.serve(), registry() as server, aiohttp.ClientSession() as http:
+        targets: list[Engine | str] = [other, f"d-7@{decode.url}"]
+        async with (
+            routing([prefill], targets, *flags(server)) as router,
+            lending(server, "http://10.1.2.3:8000", "d-7") as lender,
+        ):
+            await lender.lend("c")
+            for _ in range(2):
+                await turn(http, router, body(ASK, conversation_id="c"))
+            assert (len(decode.calls), len(other.calls)) == (2, 0)
+
+
+async def test_an_override_of_the_threshold_reaches_both_engines() -> None:
+    prefill, decode = Engine(), Engine()
+    async with (
+        registry() as server,
+        fleet([prefill], [decode], *flags(server), "--recompute-threshold", "32") as (r, http),
+    ):
+        await turn(http, r, body(ASK))
+        for call in (*prefill.calls, *decode.calls):
+            assert call.params["kvlease"]["recompute_threshold"] == 32
+
+
+async def test_without_a_registry_turns_are_served_without_reuse() -> None:
+    prefill, decode = Engine(), Engine()
+    gone = unused_url().removeprefix("http://")
+    async with fleet([prefill], [decode], "--registry", gone) as (router, http):
+        assert await turn(http, router, body(ASK, ANSWER, MORE))
+        assert sample(router, "kvlease_router_locates_total", outcome="failed") == 1
+        assert decode.calls[0].params["do_remote_prefill"] is True
+        async with http.delete(url(router, "/v1/conversations/c")) as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["code"] == "registry_unavailable"
+        async with http.get(url(router, "/health")) as answer:
+            assert (await answer.json())["registry"] == "down"
+
+
+async def test_ending_a_conversation_ends_its_leases() -> None:
+    prefill, decode = Engine(), Engine()
+    async with (
+        registry() as server,
+        fleet([prefill], [decode], *flags(server)) as (router, http),
+        lending(server, decode.url) as lender,
+    ):
+        lease_id = await lender.lend("c")
+        for count in (1, 0):
+            async with http.delete(url(router, "/v1/conversations/c")) as answer:
+                assert answer.status == 200
+                found = {"id": "c", "object": "conversation.deleted", "deleted": True, "leases_ended": count}
+                assert await answer.json() == found
+        await until(lambda: lender.ended == [(lease_id, "released")])
+        await turn(http, router, body(ASK, conversation_id="c"))
+        assert "lease_id" not in prefill.calls[0].params["kvlease"]
+
+
+async def test_health_names_decode_engines_that_do_not_lend() -> None:
+    prefill, lends, stock = Engine(), Engine(), Engine()
+    async with (
+        registry() as server,
+        fleet([prefill], [lends, stock], *flags(server), "--health-interval-ms", "10") as (router, http),
+        lending(server, lends.url),
+    ):
+
+        async def known() -> dict[str, bool | None]:
+            async with http.get(url(router, "/health")) as answer:
+                return {engine["url"]: engine["lends"] for engine in (await answer.json())["decode"]}
+
+        async with asyncio.timeout(LIMIT_S):
+            while await known() != {lends.url: True, stock.url: False}:
+                pass
+
+
+async def test_a_lease_is_renewed_while_its_turn_waits_for_prefill() -> None:
+    hold = asyncio.Event()
+    prefill, decode = Engine(), Engine()
+
+    async def script(_: Call) -> web.StreamResponse:
+        await hold.wait()
+        return prefill.prefilled()
+
+    prefill.script = script
+    for on in (True, False):
+        async with (
+            registry() as server,
+            fleet([prefill], [decode], *flags(server), "--renew" if on else "--no-renew") as (router, http),
+            lending(server, decode.url) as lender,
+        ):
+            lease_id = await lender.lend("c")
+            hold.clear()
+            waiting = asyncio.create_task(turn(http, router, body(ASK, conversation_id="c")))
+            if on:
+                await until(lambda lender=lender: bool(lender.renewals))  # type: ignore[misc]
+            hold.set()
+            await waiting
+            assert lender.renewals == ([lease_id] if on else [])

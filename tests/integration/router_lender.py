@@ -1,4 +1,7 @@
-"""A lender for the router's tests: a real session with a real registry, holding what a test says it holds."""
+"""A lender for the router's tests: a real session with a real registry, holding what a test says it holds.
+
+No KV and no engine: records are random bytes, which registry and router never look into.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The router's own surface: what it refuses, what it says of itself, and what it never repeats."""
+"""The router's own surface: what it refuses, what it says of itself, and what it never repeats.
+
+Each error is checked for its shape as well as its status: a client library reads both.
+"""
 
 from __future__ import annotations
 

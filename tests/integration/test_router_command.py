@@ -1,4 +1,7 @@
-"""`kvlease router` as a process: its settings, what it says about wrong ones, and how it stops."""
+"""`kvlease router` as a process: its settings, what it says about wrong ones, and how it stops.
+
+The process is real; what it waits for is a line it writes or a request an engine receives.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +87,18 @@ async def command(*argv: str) -> AsyncIterator[asyncio.subprocess.Process]:
         await process.wait()
 
 
-async def said(process: asyncio.subprocess.Process) -> str:
+async def said(process: asyncio.subprocess.Process, text: str) -> str:
+    """The first line that holds `text`; "" if the process ends without."""
     assert process.stderr is not None
-    return (await process.stderr.readline()).decode()
+    while line := (await process.stderr.readline()).decode():
+        if text in line:
+            return line
+    return ""
 
 
 async def test_a_wrong_setting_ends_the_command_with_2() -> None:
     async with command("--prefill", "http://p") as process:
-        assert (await said(process)).startswith("kvlease router: --decode (KVLEASE_ROUTER_DECODE): ")
+        assert await said(process, "kvlease router: --decode (KVLEASE_ROUTER_DECODE): ")
         assert await process.wait() == 2
 
 
@@ -100,7 +107,8 @@ async def test_a_taken_address_ends_the_command_with_1() -> None:
     async with taken:
         address = "127.0.0.1:" + str(taken.sockets[0].getsockname()[1])
         async with command("--listen", address, "--registry", "none", *ENGINES) as process:
-            assert await said(process) == f"kvlease router: --listen {address}: Address already in use\n"
+            told = f"kvlease router: --listen {address}: Address already in use\n"
+            assert await said(process, "kvlease router:") == told
             assert await process.wait() == 1
 
 
@@ -116,14 +124,13 @@ async def test_sigterm_lets_a_turn_in_flight_end() -> None:
     async with engine.serve():
         flags = ("--listen", "127.0.0.1:0", "--registry", "none", "--prefill", engine.url, "--decode", engine.url)
         async with command(*flags) as process, aiohttp.ClientSession() as http:
-            found = re.search(r"router serves on (\S+)", await said(process))
+            found = re.search(r"router serves on (\S+)", await said(process, "router serves"))
             assert found is not None
             target = f"http://{found[1]}/v1/chat/completions"
             turn = asyncio.create_task(http.post(target, json=BODY).__aenter__())
             await engine.received(1)
             process.send_signal(signal.SIGTERM)
-            while "router stops" not in await said(process):
-                pass
+            assert await said(process, "router stops")
             hold.set()
             async with asyncio.timeout(LIMIT_S):
                 answer = await turn

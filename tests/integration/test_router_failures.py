@@ -1,4 +1,7 @@
-"""Engines that fail, at every point of a turn: the turn goes on if it can, and ends as the OpenAI API says if not."""
+"""Engines that fail, at every point of a turn: the turn goes on if it can, and ends as the OpenAI API says if not.
+
+The engines really fail: connections are broken, ports are closed, answers stay away.
+"""
 
 from __future__ import annotations
 

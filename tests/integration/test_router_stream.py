@@ -1,4 +1,7 @@
-"""Streams through a router: nothing held back, nothing changed, and a client that leaves stops the engines' work."""
+"""Streams through a router: nothing held back, nothing changed, and a client that leaves stops the engines' work.
+
+An engine makes its next chunk only when the client has the one before: what is held back would stop the test.
+"""
 
 from __future__ import annotations
 

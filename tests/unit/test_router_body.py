@@ -1,4 +1,7 @@
-"""Bodies: what is taken out, what stays, and what each engine gets."""
+"""Bodies: what is taken out, what stays, and what each engine gets.
+
+Pure: no sockets. The first test is the security contract of the edge.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Aliases: the next turn is recognised whatever a client does to the form of what it sends back."""
+"""Aliases: the next turn is recognised whatever a client does to the form of what it sends back.
+
+Pure. A miss here costs reuse; two different chats under one alias would too, so both are tested.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Route choice: fewest turns first, the lender if it can, and doubtful engines last."""
+"""Route choice: fewest turns first, the lender if it can, and doubtful engines last.
+
+Pure: time is a number the test makes up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The side parser and the answer reader: any split of a stream means the same, and memory is bounded."""
+"""The side parser and the answer reader: any split of a stream means the same, and memory is bounded.
+
+Pure. The oracle for the parser reads the whole text at once, line by line.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from kvlease.registry.clock import Clock
 from kvlease.registry.values import ConversationId, is_id
 from kvlease.router.body import Endpoint, Json, parse_turn
+from kvlease.router.client import ClientGone
 from kvlease.router.conversations import HEADER, from_headers
 from kvlease.router.errors import (
     BodyTooLarge,
@@ -32,7 +33,8 @@ from kvlease.router.leases import Leases
 from kvlease.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvlease.router.routes import Routes, Target
 from kvlease.router.settings import RouterSettings
-from kvlease.router.turn import ClientGone, TurnOutcome, TurnRequest, Turns
+from kvlease.router.turn import TurnOutcome, TurnRequest
+from kvlease.router.turns import Turns
 from kvlease.router.upstream import EngineFailure, Upstream, WholeAnswer
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -49,7 +51,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class WebClient:
-    """The client's side of one turn over aiohttp: see `turn.Client`."""
+    """The client's side of one turn over aiohttp: see `client.Client`."""
 
     def __init__(self, request: web.Request, request_id: str) -> None:
         self._request = request

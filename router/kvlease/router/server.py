@@ -22,10 +22,11 @@ from kvlease.router.app import RouterApp
 from kvlease.router.background import Background
 from kvlease.router.health import Probes
 from kvlease.router.leases import Leases
+from kvlease.router.legs import Legs
 from kvlease.router.metrics import RouterMetrics
 from kvlease.router.routes import Routes
 from kvlease.router.settings import RouterSettings, split_address
-from kvlease.router.turn import Turns
+from kvlease.router.turns import Turns
 from kvlease.router.upstream import Upstream
 from opentelemetry.trace import NoOpTracerProvider, Tracer
 
@@ -85,11 +86,21 @@ class RouterServer:
         background = Background(group)
         stack.callback(background.cancel)
         stack.callback(group.create_task(probes.run()).cancel)
-        turns = Turns(
+        legs = Legs(
             settings=settings,
             routes=self.routes,
             upstream=upstream,
             leases=leases,
+            metrics=self.metrics,
+            background=background,
+            tracer=self._tracer,
+            clock=self._clock,
+        )
+        turns = Turns(
+            settings=settings,
+            routes=self.routes,
+            leases=leases,
+            legs=legs,
             metrics=self.metrics,
             background=background,
             tracer=self._tracer,

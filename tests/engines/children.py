@@ -60,7 +60,8 @@ class ChildSettings:
     def environment(self) -> dict[str, str]:
         """Ours, with this child's own and what `sitecustomize.py` reads."""
         path = os.pathsep.join([str(SITE), str(REPOSITORY)])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "KVLEASE_TEST_DIE_WITH_PARENT": "1"}
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        environment["KVLEASE_TEST_HARNESS_PID"] = str(os.getpid())
         environment.pop("KVLEASE_TEST_CORES", None)
         if self.cores is not None:
             environment["KVLEASE_TEST_CORES"] = ",".join(str(core) for core in sorted(self.cores))

@@ -21,10 +21,27 @@ NIXL_PROGRESS_DELAY_US = 1000
 """NIXL's Python API asks for 0, a thread that spins; on two cores, two idle engines would leave nothing for work."""
 
 
+def orphaned(harness: int) -> bool:
+    """Whether the parent went before we could ask the kernel to watch it: ours is the harness or in our own group."""
+    parent = os.getppid()
+    if parent == harness:
+        return False
+    if os.getpgrp() == os.getpid():  # started into a group of its own, by the harness or by a child
+        return not os.path.exists(f"/proc/{harness}")
+    try:
+        return os.getpgid(parent) != os.getpgrp()
+    except ProcessLookupError:
+        return True
+
+
 def die_with_parent() -> None:
     """SIGKILL when the parent goes: an engine core must not outlive an API server that was killed."""
-    if "KVLEASE_TEST_DIE_WITH_PARENT" in os.environ:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    harness = os.environ.get("KVLEASE_TEST_HARNESS_PID")
+    if harness is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if orphaned(int(harness)):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def keep_cores() -> None:

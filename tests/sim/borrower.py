@@ -163,7 +163,7 @@ class BorrowerParty(Party):
 
     def _answered(self, turn: BorrowerTurn, found: Hit | Miss) -> None:
         assert turn.ask is not None
-        content = self._makings.answered(self.core, turn.ask, found, self._now_ms())
+        content = self._makings.answered(self.core, turn.ask, found, turn.begun_ms + self.clock_offset_ms)
         if content is None:
             return
         network, lender = self._fabric.network, self._lenders.get(content.engine_id)
@@ -304,6 +304,7 @@ class BorrowerParty(Party):
             self._judge.counts["refused"] += 1
             self._judge.counts[f"refused_{reasons[0].value}"] += 1
             turn.outcome = reasons[0].value
+            self.core.read_failed(turn.request_id, reasons[0])
             self._drop_blocks(turn)
             turn.stage = Stage.WAITING
         else:

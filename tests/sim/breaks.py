@@ -2,7 +2,8 @@
 
 `Straight` is how the parties are made for an honest run; each double replaces one thing and leaves the cores alone.
 None of this exists in the product: no flag there switches a rule off.
-Invariant: the judge must find a violation with each double within a modest number of seeds.
+Each has a way to sharpen plans, towards where its rule matters. Invariant: under sharpened plans the judge finds a
+violation with the double within a modest number of seeds, and none without it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from kvlease.connector.lender_effects import Effect, Free
 from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.record import RecordContent
 from kvlease.connector.seal import VALUE_BYTES, Proof, pack_value
-from kvlease.registry.values import DIGEST_BYTES, EndReason, Hit, LeaseId, Miss
+from kvlease.registry.values import DIGEST_BYTES, EndReason, Hit, LeaseId, Miss, OnDeadline
 
 from tests.sim.fabric import Fabric, SlotRead
+from tests.sim.plan import Plan
 from tests.sim.pool import OnReuse
 from tests.sim.tokens import BLOCK_TOKENS
 
@@ -31,6 +33,10 @@ class Straight:
     """Everything by the contract."""
 
     name = ""
+
+    def sharpen(self, plan: Plan) -> Plan:
+        """The plan with more of what this double is about."""
+        return plan
 
     # -- lender ---------------------------------------------------------------------------------------------------
 
@@ -50,8 +56,8 @@ class Straight:
     def quarantine(self) -> Quarantine:
         return Quarantine()
 
-    def answered(self, core: Borrower, ask: Ask, answer: Hit | Miss, now_ms: int) -> RecordContent | None:
-        del now_ms
+    def answered(self, core: Borrower, ask: Ask, answer: Hit | Miss, begun_ms: int) -> RecordContent | None:
+        del begun_ms
         return core.answered(ask.request_id, answer)
 
     def remote_blocks(self, read: Read, computed_tokens: int) -> tuple[int, ...]:
@@ -69,8 +75,19 @@ class Straight:
         return slot
 
 
+def _slow(plan: Plan) -> Plan:
+    return replace(plan, faults=replace(plan.faults, read_slow=0.8, long_ms=60))
+
+
+def _lying(plan: Plan) -> Plan:
+    return replace(plan, faults=replace(plan.faults, lie=0.6))
+
+
 class SealNotRead(Straight):
     name = "seal_not_read"
+
+    def sharpen(self, plan: Plan) -> Plan:
+        return _slow(plan)
 
     def slot(self, proof: Proof, slot: bytes) -> bytes:
         del slot
@@ -79,6 +96,9 @@ class SealNotRead(Straight):
 
 class SealReadBeforeBlocks(Straight):
     name = "seal_read_before_blocks"
+
+    def sharpen(self, plan: Plan) -> Plan:
+        return _slow(plan)
 
     def early_slots(self, fabric: Fabric, engine_id: str, proofs: tuple[Proof, ...]) -> list[SlotRead] | None:
         return [SlotRead(fabric, engine_id, proof) for proof in proofs]
@@ -89,11 +109,14 @@ class SealBrokenAfterReuse(Straight):
 
     name = "seal_broken_after_reuse"
 
+    def sharpen(self, plan: Plan) -> Plan:
+        return _slow(plan)
+
     def break_seal(self, lender: LenderParty, slot: int) -> None:
-        memory, value = lender.memory, lender.seal_value(slot)
+        memory, sealings = lender.memory, lender.sealings(slot)
 
         def late() -> None:
-            if lender.seal_value(slot) == value:
+            if lender.sealings(slot) == sealings:
                 memory.break_seal(slot)
 
         lender.world.after(lender.world.between(5, 40), lender, late)
@@ -101,6 +124,9 @@ class SealBrokenAfterReuse(Straight):
 
 class SlotValueReused(Straight):
     name = "slot_value_reused"
+
+    def sharpen(self, plan: Plan) -> Plan:
+        return replace(_slow(plan), slots=2, faults=replace(_slow(plan).faults, seal_torn=0.7))
 
     def holder(self, terms: LenderTerms, first_value: int) -> LeaseHolder:
         return _OneValue(terms, first_value=first_value)
@@ -115,6 +141,9 @@ class _OneValue(LeaseHolder):
 class RecordHashNotCompared(Straight):
     name = "record_hash_not_compared"
 
+    def sharpen(self, plan: Plan) -> Plan:
+        return _lying(plan)
+
     def slot(self, proof: Proof, slot: bytes) -> bytes:
         return slot[:VALUE_BYTES] + proof.record_hash
 
@@ -124,11 +153,14 @@ class DigestsNotCompared(Straight):
 
     name = "digests_not_compared"
 
-    def answered(self, core: Borrower, ask: Ask, answer: Hit | Miss, now_ms: int) -> RecordContent | None:
+    def sharpen(self, plan: Plan) -> Plan:
+        return _lying(plan)
+
+    def answered(self, core: Borrower, ask: Ask, answer: Hit | Miss, begun_ms: int) -> RecordContent | None:
         if isinstance(answer, Hit) and ask.request_id in core:
             believed = answer.record.digests[: answer.matched_strides * DIGEST_BYTES]
             core.forget(ask.request_id)
-            core.begin(replace(ask, digests=believed), now_ms)
+            core.begin(replace(ask, digests=believed), begun_ms)
         return core.answered(ask.request_id, answer)
 
 
@@ -137,6 +169,9 @@ class MappedFromTail(Straight):
 
     name = "mapped_from_tail"
 
+    def sharpen(self, plan: Plan) -> Plan:
+        return replace(plan, borrower_caching=True)
+
     def remote_blocks(self, read: Read, computed_tokens: int) -> tuple[int, ...]:
         wanted = (read.matched_tokens - computed_tokens) // BLOCK_TOKENS
         return read.content.block_ids[0][-wanted:]
@@ -144,6 +179,9 @@ class MappedFromTail(Straight):
 
 class NoQuarantine(Straight):
     name = "no_quarantine"
+
+    def sharpen(self, plan: Plan) -> Plan:
+        return replace(plan, faults=replace(plan.faults, read_hangs=0.2, long_ms=60))
 
     def quarantine(self) -> Quarantine:
         return _Open()
@@ -159,6 +197,18 @@ class CallbackPerLease(Straight):
     """Each lapse leaves a callback of its own with the pool, which keeps the last one per block."""
 
     name = "callback_per_lease"
+
+    def sharpen(self, plan: Plan) -> Plan:
+        return replace(
+            plan,
+            anonymous=1.0,
+            lender_caching=True,
+            borrower_caching=False,
+            on_deadline=OnDeadline.LAPSE,
+            ttl_ms=min(plan.ttl_ms, 60),
+            slots=16,
+            max_leased=plan.lender_blocks,
+        )
 
     def on_reuse(self, lender: LenderParty, lease_id: LeaseId) -> OnReuse:
         def reused(block: int) -> None:

@@ -16,7 +16,7 @@ from tests.sim.network import Network
 from tests.sim.plan import Plan
 from tests.sim.registry import RegistryParty
 from tests.sim.tokens import Tokens
-from tests.sim.world import Party
+from tests.sim.world import Party, World
 
 _ALPHABET: Final = 50
 
@@ -83,7 +83,7 @@ class Conversation(Party):
         self.turns_left -= 1
         prompt = self._edited() + self._words(2, 10)
         self.say(borrower, prompt)
-        if self._world.chance(0.2):
+        if self._world.chance(self.plan.branch):
             other = self._world.rng.choice(self._borrowers)
             if other.up:
                 self.say(other, prompt[:-1] + self._words(1, 4), branch=True)
@@ -110,7 +110,7 @@ class Conversation(Party):
         text = prompt + self._words(4, 14)
         served = LenderTurn(
             tenant=self.tenant,
-            conversation=self.conversation,
+            conversation=None if self._world.chance(self.plan.anonymous) else self.conversation,
             text=self._tokens.text(tuple(text)),
             prompt_tokens=len(prompt),
             done=lambda lease_id: self._served(served, text, lease_id),
@@ -160,3 +160,32 @@ class Conversation(Party):
                 return [*history[:at], history[at] + _ALPHABET, *history[at + 1 :]]
             case _:
                 return history[:at] + history[at + self._world.between(1, 8) :]
+
+
+class Traffic(Party):
+    """Turns that a lender gets from elsewhere: they take blocks and slots, and lend, and nobody comes back for them."""
+
+    def __init__(self, number: int, plan: Plan, world: World, lender: LenderParty, tokens: Tokens) -> None:
+        super().__init__(f"traffic{number}")
+        self.turns_left = plan.traffic
+        self._world, self._lender, self._tokens = world, lender, tokens
+        self._tenant: Final = TenantId("elsewhere")
+
+    def start(self) -> None:
+        self._world.after(self._world.between(1, 40), self, self._send)
+
+    def _send(self) -> None:
+        if self.turns_left <= 0:
+            return
+        self.turns_left -= 1
+        world, lender = self._world, self._lender
+        text = tuple(world.between(8, _ALPHABET) for _ in range(world.between(8, 28)))
+        turn = LenderTurn(
+            tenant=self._tenant,
+            conversation=None,
+            text=self._tokens.text(text),
+            prompt_tokens=world.between(4, 8),
+            done=lambda lease_id: None,
+        )
+        world.after(1, lender, lambda: lender.serve(turn))
+        self.start()

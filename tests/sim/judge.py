@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from kvlease.connector.seal import pack_value
-
 from tests.sim.memory import EngineMemory, Stamps
 from tests.sim.world import World
 
@@ -40,7 +38,8 @@ class Violation:
         return f"t={self.at_ms}: {self.fault}: {self.what}"
 
 
-_MAX_VIOLATIONS: Final = 20
+_MAX_OF_A_KIND: Final = 5
+"""Violations kept for each fault: one is enough to be red."""
 
 
 class Judge:
@@ -48,11 +47,13 @@ class Judge:
         self._world = world
         self.violations: list[Violation] = []
         self.counts: Counter[str] = Counter()
-        self._seals: dict[tuple[int, int], list[tuple[int, int, bytes]]] = {}
-        """By memory and block: rank-free slot address and value of each seal that spoke for the block."""
+        self._found: Counter[Fault] = Counter()
+        self._seals: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
+        """By memory and block: address and bytes, as written, of each seal that speaks for the block."""
 
     def found(self, fault: Fault, what: str) -> None:
-        if len(self.violations) < _MAX_VIOLATIONS:
+        self._found[fault] += 1
+        if self._found[fault] <= _MAX_OF_A_KIND:
             self.violations.append(Violation(fault=fault, at_ms=self._world.now_ms, what=what))
 
     def expect(self, held: bool, fault: Fault, what: str) -> None:
@@ -61,16 +62,18 @@ class Judge:
 
     # -- lenders --------------------------------------------------------------------------------------------------
 
-    def sealed(self, memory: EngineMemory, address: int, value: int, blocks: tuple[int, ...]) -> None:
-        """The lender says of these blocks, from now on, that they are untouched."""
+    def sealed(self, memory: EngineMemory, address: int, blocks: tuple[int, ...]) -> None:
+        """The lender has written this seal: it says of these blocks, from now on, that they are untouched."""
+        slot = memory.slot(0, address)
+        assert slot is not None
         for block in blocks:
-            self._seals.setdefault((id(memory), block), []).append((address, value, pack_value(value)))
+            self._seals.setdefault((id(memory), block), []).append((address, slot))
 
     def lender_wrote(self, memory: EngineMemory, rank: int, block: int) -> None:
         seals = self._seals.get((id(memory), block))
         if not seals:
             return
-        whole = [seal for seal in seals if (slot := memory.slot(rank, seal[0])) and slot.startswith(seal[2])]
+        whole = [(address, slot) for address, slot in seals if memory.slot(rank, address) == slot]
         if whole:
             self.found(Fault.WRITE_UNDER_SEAL, f"block {block} of rank {rank}")
         self._seals[id(memory), block] = whole

@@ -59,10 +59,11 @@ class LenderTurn:
     """One turn to serve: the prompt and, after it, the answer, token by token. `done` is told the lease, if any."""
 
     tenant: TenantId
-    conversation: ConversationId
+    conversation: ConversationId | None
     text: Text
     prompt_tokens: int
     done: Callable[[LeaseId | None], None]
+    stamps: tuple[int, ...] = ()
     blocks: list[int] = field(default_factory=list)
     written: int = 0
     aborted: bool = False
@@ -111,7 +112,7 @@ class LenderParty(Party):
             renewable=plan.renewable,
         )
         self.holder: LeaseHolder = self._makings.holder(terms, rng.getrandbits(63) + 1)
-        self._values: dict[int, int] = {}
+        self._sealings: dict[int, int] = {}
         self._queue: deque[LenderTurn] = deque()
         self._running: list[LenderTurn] = []
         self._tick_ms: int | None = None
@@ -144,6 +145,7 @@ class LenderParty(Party):
     # -- turns ----------------------------------------------------------------------------------------------------
 
     def serve(self, turn: LenderTurn) -> None:
+        turn.stamps = self._tokens.stamps(turn.text, self._tokens.domain(self._fingerprint, turn.tenant))
         self._queue.append(turn)
         self._admit()
 
@@ -154,7 +156,7 @@ class LenderParty(Party):
     def _admit(self) -> None:
         while self._queue:
             turn = self._queue[0]
-            stamps = self._stamps(turn)
+            stamps = turn.stamps
             hits = self.pool.find(stamps[BLOCK_TOKENS - 1 : turn.prompt_tokens - 1 : BLOCK_TOKENS])
             self.pool.touch(hits)
             wanted = -(-turn.prompt_tokens // BLOCK_TOKENS) - len(hits)
@@ -180,8 +182,6 @@ class LenderParty(Party):
             return self.pool.take(count)
         except NoBlocks:
             return None
-        finally:
-            self._checked()
 
     def _compute(self, turn: LenderTurn) -> None:
         world = self.world
@@ -201,7 +201,7 @@ class LenderParty(Party):
             turn.blocks += taken
             self._compute(turn)  # handed out now, written later
             return
-        stamps = self._stamps(turn)
+        stamps = turn.stamps
         position = turn.written
         while position < stop:
             index, offset = divmod(position, BLOCK_TOKENS)
@@ -216,7 +216,7 @@ class LenderParty(Party):
 
     def _finish(self, turn: LenderTurn) -> None:
         self._running.remove(turn)
-        stamps = self._stamps(turn)
+        stamps = turn.stamps
         held = {
             block: stamps[start : start + BLOCK_TOKENS]
             for block, start in zip(turn.blocks, range(0, turn.written, BLOCK_TOKENS), strict=False)
@@ -273,9 +273,9 @@ class LenderParty(Party):
                 case Unpin(blocks=blocks):
                     self.pool.unpin(reversed(blocks), self._makings.on_reuse(self, next(lapsing)))
                 case WriteSeal(slot=slot, value=value, record_hash=record_hash):
-                    self._values[slot] = self._values.get(slot, 0) + 1
+                    self._sealings[slot] = self.sealings(slot) + 1
                     self.memory.write_seal(slot, value, record_hash)
-                    self._judge.sealed(self.memory, TABLE_ADDRESS + slot_offset(slot), value, lent)
+                    self._judge.sealed(self.memory, TABLE_ADDRESS + slot_offset(slot), lent)
                 case BreakSeal(slot=slot):
                     self._makings.break_seal(self, slot)
                 case Announce(publication=publication):
@@ -297,9 +297,9 @@ class LenderParty(Party):
         """The pool's one callback for all lapsed leases."""
         self.carry_out(self.holder.on_reuse(block))
 
-    def seal_value(self, slot: int) -> int:
-        """How often the slot has been written."""
-        return self._values.get(slot, 0)
+    def sealings(self, slot: int) -> int:
+        """How often the slot has been written in this incarnation."""
+        return self._sealings.get(slot, 0)
 
     def drain(self) -> None:
         """Leaves in good order: every lease ends first."""
@@ -356,9 +356,6 @@ class LenderParty(Party):
         self._arm()
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _stamps(self, turn: LenderTurn) -> tuple[int, ...]:
-        return self._tokens.stamps(turn.text, self._tokens.domain(self._fingerprint, turn.tenant))
 
     def _wrote(self, rank: int, block: int) -> None:
         self._judge.lender_wrote(self.memory, rank, block)

@@ -55,8 +55,14 @@ class Plan:
     conversations: int
     tenants: int
     turns: int
+    traffic: int
+    """Turns that each lender gets from elsewhere."""
     edit: float
     """A turn that changes the history it goes on from."""
+    branch: float
+    """A turn that is asked twice, with two endings."""
+    anonymous: float
+    """A turn that is lent without a conversation, so that nothing supersedes its lease."""
     abort: float
     preempt: float
     renew: float
@@ -80,7 +86,7 @@ class Plan:
 def draw(rng: random.Random) -> Plan:
     """The plan of a seed."""
     calm = rng.random() < 0.1
-    lender_blocks = rng.choice((20, 28, 40))
+    lender_blocks = rng.choice((24, 36, 48))
     return Plan(
         lenders=rng.choice((1, 2, 2, 3)),
         borrowers=rng.choice((1, 2)),
@@ -88,16 +94,19 @@ def draw(rng: random.Random) -> Plan:
         lender_blocks=lender_blocks,
         borrower_blocks=rng.choice((20, 32, 48)),
         lender_caching=rng.random() < 0.7,
-        borrower_caching=rng.random() < 0.7,
-        slots=rng.choice((1, 2, 4, 16)),
+        borrower_caching=rng.random() < 0.5,
+        slots=rng.choice((2, 4, 16)),
         max_leased=int(lender_blocks * rng.choice((0.5, 0.8, 1.0))),
         ttl_ms=rng.choice((0, 20, 60, 150, 400)),
         on_deadline=rng.choice((OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END)),
         renewable=rng.random() < 0.5,
         conversations=rng.choice((3, 4, 5)),
         tenants=rng.choice((1, 1, 2)),
-        turns=5,
+        turns=7,
+        traffic=rng.choice((0, 8, 24)),
         edit=0.25,
+        branch=0.5,
+        anonymous=rng.choice((0.0, 0.5, 1.0)),
         abort=rng.choice((0.0, 0.1, 0.2)),
         preempt=rng.choice((0.0, 0.1)),
         renew=rng.choice((0.0, 0.3)),
@@ -113,9 +122,9 @@ def draw(rng: random.Random) -> Plan:
         faults=NO_FAULTS
         if calm
         else Faults(
-            drop=rng.choice((0.0, 0.05, 0.2)),
+            drop=rng.choice((0.0, 0.0, 0.1)),
             duplicate=rng.choice((0.0, 0.1)),
-            delayed=rng.choice((0.0, 0.1, 0.3)),
+            delayed=rng.choice((0.0, 0.1, 0.2)),
             line_breaks=rng.choice((0, 1, 3)),
             read_slow=rng.choice((0.2, 0.5, 0.8)),
             read_hangs=rng.choice((0.0, 0.1, 0.2)),

@@ -115,9 +115,8 @@ class BlockPool:
             self.uncache(block)
 
     def check(self) -> None:
-        assert all(count >= 0 for count in self._references), "a block was given back too often"
-        idle = {block for block, count in enumerate(self._references) if not count}
-        assert idle == self._free.keys(), "free queue and references differ"
+        assert self._references.count(0) == len(self._free), "free queue and references differ"
+        assert not any(map(self._references.__getitem__, self._free)), "a block in use is in the free queue"
 
     def _release(self, block: int) -> None:
         assert self._references[block] > 0, f"block {block} was given back too often"

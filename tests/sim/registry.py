@@ -168,6 +168,8 @@ class RegistryParty(Registry):
         self._network.world.after(20, self, self._tick)
 
     def _carry_out(self, changes: Changes) -> None:
+        if not changes:
+            return
         for end in changes.ends:
             if (line := self._lines.get(end.session)) is not None:
                 line.down(EndAsked(lease_id=end.lease_id, reason=end.reason))
@@ -194,7 +196,8 @@ class RegistryParty(Registry):
             case 1:  # what was asked for, whatever the blocks hold
                 strides = min(asked, len(other.record.digests) // DIGEST_BYTES)
                 return replace(
-                    other, record=Record(digests=query.digests[: len(other.record.digests)], body=other.record.body),
+                    other,
+                    record=Record(digests=query.digests[: len(other.record.digests)], body=other.record.body),
                     matched_strides=strides,
                 )
             case 2:  # a whole record, of something else

@@ -16,7 +16,7 @@ from kvlease.registry.values import ConversationId, LeaseId, LeaseState, OnDeadl
 
 from tests.sim.borrower import BorrowerParty, BorrowerTurn
 from tests.sim.breaks import Straight
-from tests.sim.clients import Conversation
+from tests.sim.clients import Conversation, Traffic
 from tests.sim.fabric import Fabric
 from tests.sim.judge import Fault, Judge, Violation
 from tests.sim.lender import LenderParty, LenderTurn
@@ -43,10 +43,10 @@ class Outcome:
 
 
 class Simulation:
-    def __init__(self, seed: int, makings: Straight) -> None:
+    def __init__(self, seed: int, makings: Straight, sharpen: Callable[[Plan], Plan]) -> None:
         rng = random.Random(seed)
         self.seed = seed
-        self.plan = draw(rng)
+        self.plan = sharpen(draw(rng))
         self.world = World(rng)
         self.network = Network(self.world, self.plan.faults)
         self.judge = Judge(self.world)
@@ -55,7 +55,14 @@ class Simulation:
         self.registry = RegistryParty("registry", self.network, self.plan, clock_offset_ms=rng.randrange(_CLOCKS_MS))
         self.lenders = [
             LenderParty(
-                f"lender{n}", self.plan, fabric, self.registry, tokens, self.judge, makings, clock_offset_ms=rng.randrange(_CLOCKS_MS)
+                f"lender{n}",
+                self.plan,
+                fabric,
+                self.registry,
+                tokens,
+                self.judge,
+                makings,
+                clock_offset_ms=rng.randrange(_CLOCKS_MS),
             )
             for n in range(self.plan.lenders)
         ]
@@ -78,6 +85,7 @@ class Simulation:
             Conversation(n, self.plan, self.network, self.registry, self.borrowers, self.lenders, tokens)
             for n in range(self.plan.conversations)
         ]
+        self.traffic = [Traffic(n, self.plan, self.world, x, tokens) for n, x in enumerate(self.lenders)]
         self._parties: list[RegistryParty | LenderParty | BorrowerParty] = [
             self.registry,
             *self.lenders,
@@ -90,6 +98,8 @@ class Simulation:
             lender.start()
         for chat in self.chats:
             chat.start()
+        for traffic in self.traffic:
+            traffic.start()
         self._strike()
         self.world.run(self.plan.safety_ms)
         self._heal()
@@ -150,13 +160,13 @@ class Simulation:
 
     def _heal(self) -> None:
         self.network.faults = NO_FAULTS
-        for party in self._parties:
-            party.paused_until_ms = min(party.paused_until_ms, self.world.now_ms + 1)
         for borrower in self.borrowers:
             borrower.preempt = 0.0
         for chat in self.chats:
             chat.turns_left = 0
             chat.plan = self.plan.healed()
+        for traffic in self.traffic:
+            traffic.turns_left = 0
 
     def _come_to_rest(self) -> None:
         """Everything under way finishes, and everything lent comes back, within the terms and a fixed time beside."""
@@ -232,5 +242,7 @@ class Simulation:
         self.judge.expect(not left, Fault.LEAK, f"the registry believes in {left} leases of drained lenders")
 
 
-def run_seed(seed: int, makings: Straight | None = None) -> Outcome:
-    return Simulation(seed, makings or Straight()).run()
+def run_seed(seed: int, makings: Straight | None = None, *, sharpen: Callable[[Plan], Plan] | None = None) -> Outcome:
+    """Runs a seed: honestly unless `makings` says otherwise, on its own plan unless `sharpen` alters it."""
+    makings = makings or Straight()
+    return Simulation(seed, makings, sharpen or makings.sharpen).run()

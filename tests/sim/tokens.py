@@ -57,4 +57,4 @@ class Tokens:
 
     @staticmethod
     def stamps(text: Text, domain: int) -> tuple[int, ...]:
-        return tuple(prefix * _DOMAINS + domain for prefix in text.prefixes)
+        return tuple([prefix * _DOMAINS + domain for prefix in text.prefixes])

@@ -1,0 +1,45 @@
+"""The slice of the simulation that every test run includes, and the proof that its judge sees each broken rule.
+
+`make sim SEEDS=10000` runs more. On failure the first line names the seed, with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from tests.sim.breaks import BREAKS
+from tests.sim.campaign import ENOUGH_SEEDS, How, campaign
+from tests.sim.judge import Fault
+from tests.sim.simulation import run_seed
+
+REGRESSIONS: Final[tuple[int, ...]] = ()
+"""Seeds that once went red, each with the fault it found."""
+
+SEEN_IN_BYTES: Final = frozenset({Fault.WRONG_BYTES, Fault.OVERWRITTEN})
+
+
+def test_no_seed_uses_a_wrong_byte_or_hangs() -> None:
+    tally = campaign((*REGRESSIONS, *range(ENOUGH_SEEDS)), How())
+    assert tally.good, "\n".join(tally.report())
+
+
+def test_a_seed_is_repeated_exactly() -> None:
+    for seed in (3, 5):
+        first, second = run_seed(seed), run_seed(seed)
+        assert (first.steps, first.counts) == (second.steps, second.counts)
+
+
+@pytest.mark.parametrize("name", sorted(BREAKS))
+def test_the_judge_sees_the_broken_rule(name: str) -> None:
+    """Red with the rule broken, in bytes that somebody used; clean on the very same seeds and plans without."""
+    seen: set[Fault] = set()
+    for seed in range(120):
+        tally = campaign((seed,), How(broken=name))
+        seen |= {violation.fault for outcome in tally.red for violation in outcome.violations}
+        if seen & SEEN_IN_BYTES:
+            break
+    assert seen & SEEN_IN_BYTES, f"{name} went unnoticed in {seed + 1} seeds, or showed in other ways only: {seen}"
+    honest = campaign(range(max(0, seed - 10), seed + 1), How(sharpened=name))
+    assert not honest.red, "\n".join(honest.report())

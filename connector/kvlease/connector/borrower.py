@@ -217,7 +217,7 @@ class Borrower:
         if borrow is None:
             return Compute(reason=ComputeReason.UNSUPPORTED, first=False)
         if borrow.reading:
-            return self._compute(borrow, ComputeReason.PREEMPTED)
+            return self._compute(borrow, borrow.reason or ComputeReason.PREEMPTED)
         if borrow.reason is not None:
             return self._compute(borrow, borrow.reason)
         if not borrow.reachable or borrow.content is None or borrow.hit is None:
@@ -247,6 +247,13 @@ class Borrower:
         borrow = self._borrows.get(request_id)
         if borrow is not None:
             borrow.reading = True
+
+    def read_failed(self, request_id: str, reason: ComputeReason) -> None:
+        """The READ under way came to nothing, for a reason that its report has counted: computing now is no news."""
+        borrow = self._borrows.get(request_id)
+        if borrow is not None and borrow.reading:
+            borrow.reason = reason
+            borrow.told = True
 
     def forget(self, request_id: str) -> None:
         """The request is gone."""

@@ -1,4 +1,7 @@
-"""`python -m kvlease.cli`: the same as the `kvlease` command, for environments without its script."""
+"""`python -m kvlease.cli`: the same as the `kvlease` command, for environments without its script.
+
+No behaviour of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Exit statuses of `kvlease`, the same for every command. Documented in `kvlease --help`; scripts rest on them."""
+"""Exit statuses of `kvlease`, the same for every command.
+
+Documented in `kvlease --help`. Scripts rest on them: a number never changes its meaning.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from kvlease.registry.values import (
     ConversationId,
     LeaseId,
     LeaseState,
+    OnDeadline,
     Publication,
     TenantId,
     is_id,
@@ -40,7 +41,7 @@ class HeldLease:
         self.publication = publication
         self.holder = holder
         self.deadline_ms = publication.deadline_ms
-        self.lapsed = publication.lapsed
+        self.lapsed = has_lapsed(publication)
         self.generation = 0
         self.used_ms = used_ms
         """Last published or resolved, on our clock: the least recent branch of a conversation goes first."""
@@ -181,6 +182,11 @@ class LeaseIndex:
                     conversations.setdefault(lease.publication.conversation, set()).add(lease.publication.lease_id)
             have = {c: {x.publication.lease_id for x in xs} for c, xs in tenant.conversations.items()}
             assert have == conversations, f"conversations of {name}"
+
+
+def has_lapsed(publication: Publication) -> bool:
+    """Whether the lender presents the lease as lapsed; one that ends at its deadline never lapses."""
+    return publication.lapsed and publication.on_deadline is OnDeadline.LAPSE
 
 
 def same_content(a: Publication, b: Publication) -> bool:

@@ -17,7 +17,14 @@ from kvlease.registry.engines import EngineState
 from kvlease.registry.errors import InvalidRequest
 from kvlease.registry.table_changes import Draft, EndPush, LeaseGone, LeasePut
 from kvlease.registry.table_ended import EndedLeases
-from kvlease.registry.table_leases import HeldLease, LeaseIndex, covers, same_content, validate_publication
+from kvlease.registry.table_leases import (
+    HeldLease,
+    LeaseIndex,
+    covers,
+    has_lapsed,
+    same_content,
+    validate_publication,
+)
 from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.table_renewals import Renewals
 from kvlease.registry.values import (
@@ -141,10 +148,9 @@ class Ledger:
 
     def renew(self, draft: Draft, lease: HeldLease, deadline_ms: int, now_ms: int) -> None:
         """The lender moved the deadline, and pinned the blocks again if they had lapsed."""
-        lapsed = deadline_ms <= lease.holder.clock.present_ms(now_ms)
-        self.index.retime(lease, deadline_ms=deadline_ms, lapsed=lapsed)
+        self.index.retime(lease, deadline_ms=deadline_ms, lapsed=False)
         self._put(draft, lease)
-        self.note(draft, LeaseEventType.LAPSED if lapsed else LeaseEventType.RENEWED, lease, now_ms)
+        self.note(draft, LeaseEventType.RENEWED, lease, now_ms)
         remaining_ms = lease.holder.remaining_ms(lease, now_ms)
         self.renewals.settle(draft, lease.publication.lease_id, RenewStatus.RENEWED, remaining_ms)
 
@@ -166,12 +172,13 @@ class Ledger:
         self.renewals.settle(draft, lease_id, RenewStatus.ENDED, 0)
 
     def _present(self, draft: Draft, lease: HeldLease, publication: Publication, now_ms: int) -> None:
-        moved = lease.deadline_ms != publication.deadline_ms or lease.lapsed != publication.lapsed
+        lapsed = has_lapsed(publication)
+        moved = lease.deadline_ms != publication.deadline_ms or lease.lapsed != lapsed
         lease.holder.present(lease)
         if moved:
-            self.index.retime(lease, deadline_ms=publication.deadline_ms, lapsed=publication.lapsed)
+            self.index.retime(lease, deadline_ms=publication.deadline_ms, lapsed=lapsed)
             self._put(draft, lease)
-            kind = LeaseEventType.LAPSED if publication.lapsed else LeaseEventType.RENEWED
+            kind = LeaseEventType.LAPSED if lapsed else LeaseEventType.RENEWED
             self.note(draft, kind, lease, now_ms)
 
     def _insert(self, draft: Draft, publication: Publication, holder: EngineState, now_ms: int) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -160,14 +161,7 @@ async def test_a_client_that_leaves_between_the_two_gives_the_prefill_back() -> 
     """The decode engine cannot be connected to at first: its accept queue is full. Then the client leaves."""
     prefill = Engine()
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket())
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        listener.setblocking(False)
-        for _ in range(4):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(listener.getsockname())
+        listener = stack.enter_context(full_listener())
         stalled = f"http://127.0.0.1:{listener.getsockname()[1]}"
         flags = ("--connect-timeout-ms", "60000", "--health-interval-ms", "60000", "--health-timeout-ms", "60000")
         async with fleet([prefill], [stalled], *flags) as (router, http):
@@ -180,6 +174,33 @@ async def test_a_client_that_leaves_between_the_two_gives_the_prefill_back() -> 
     assert sent["model"] == "kvlease.release"
     assert sent["kv_transfer_params"] == prefill.handoff(1)
     assert "messages" not in sent
+
+
+@contextlib.contextmanager
+def full_listener() -> Iterator[socket.socket]:
+    """A listener whose queue is full, so that a connection to it stays half open until something is accepted."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        listener.setblocking(False)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield listener
+
+
+async def test_an_engine_that_does_not_take_connections_is_unreachable() -> None:
+    prefill = Engine()
+    with full_listener() as listener:
+        stalled = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with (
+            fleet([prefill], [stalled], "--connect-timeout-ms", "50") as (router, http),
+            http.post(url(router), json=BODY) as answer,
+        ):
+            assert answer.status == 503
+            assert (await answer.json())["error"]["code"] == "engine_unreachable"
 
 
 async def first_body(listener: socket.socket) -> bytes:
@@ -213,6 +234,36 @@ async def first_body(listener: socket.socket) -> bytes:
     except* Found:
         pass
     return found.result()
+
+
+async def test_a_client_that_takes_nothing_in_is_gone_after_its_time() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        response = await call.stream()
+        while True:
+            await response.write(chunk({"content": "x" * 100_000}))
+
+    prefill, decode = Engine(), Engine()
+    decode.script = script
+    async with fleet([prefill], [decode], "--client-timeout-ms", "50") as (router, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        raw = json.dumps(BODY).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+        async with asyncio.timeout(LIMIT_S):
+            await (await decode.received(1)).cancelled.wait()
+        await until(lambda: sample(router, "kvlease_router_turns_total", outcome="client_gone") == 1)
+        writer.transport.abort()
+        del reader
+
+
+async def test_a_body_that_does_not_arrive_is_refused() -> None:
+    engine = Engine()
+    async with fleet([engine], [engine], "--client-timeout-ms", "50") as (router, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        async with asyncio.timeout(LIMIT_S):
+            head = await reader.readuntil(b"\r\n")
+        assert head == b"HTTP/1.1 408 Request Timeout\r\n"
+        writer.close()
 
 
 async def test_an_unmodified_openai_client_streams() -> None:

@@ -6,6 +6,7 @@ its conversation where there is one. Bodies and credentials are never logged.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
@@ -26,6 +27,7 @@ from kvlease.router.errors import (
     MethodNotServed,
     NotServed,
     Overloaded,
+    RequestTimeout,
     RouterError,
 )
 from kvlease.router.health import Probes
@@ -53,8 +55,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class WebClient:
     """The client's side of one turn over aiohttp: see `client.Client`."""
 
-    def __init__(self, request: web.Request, request_id: str) -> None:
+    def __init__(self, request: web.Request, request_id: str, *, timeout_ms: int) -> None:
+        """`timeout_ms` bounds each write: a client that takes nothing in for so long is gone."""
         self._request = request
+        self._timeout_s = timeout_ms / 1000
         self._headers = [("X-Request-Id", request_id)]
         self.response: web.StreamResponse | None = None
 
@@ -75,21 +79,23 @@ class WebClient:
             response.content_length = length
         self.response = response
         self._request[_BEGUN] = True
-        try:
-            await response.prepare(self._request)
-        except ConnectionError as error:
-            raise ClientGone from error
+        await self._sent(response.prepare(self._request))
 
     async def write(self, data: bytes) -> None:
-        try:
-            await self._begun().write(data)
-        except ConnectionError as error:
-            raise ClientGone from error
+        await self._sent(self._begun().write(data))
 
     async def end(self) -> None:
+        await self._sent(self._begun().write_eof())
+
+    async def _sent(self, sending: Awaitable[object]) -> None:
         try:
-            await self._begun().write_eof()
+            async with asyncio.timeout(self._timeout_s):
+                await sending
         except ConnectionError as error:
+            raise ClientGone from error
+        except TimeoutError as error:
+            if self._request.transport is not None:
+                self._request.transport.abort()
             raise ClientGone from error
 
     def _begun(self) -> web.StreamResponse:
@@ -145,7 +151,7 @@ class RouterApp:
     async def _turn(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         if self._in_flight >= self._settings.max_turns:
             raise Overloaded(f"{self._settings.max_turns} turns are in flight (max_turns)")
-        client = WebClient(request, secrets.token_hex(16))
+        client = WebClient(request, secrets.token_hex(16), timeout_ms=self._settings.client_timeout_ms)
         self._in_flight += 1
         try:
             turn = await self._request(request, endpoint, client)
@@ -161,9 +167,12 @@ class RouterApp:
 
     async def _request(self, request: web.Request, endpoint: Endpoint, client: WebClient) -> TurnRequest:
         try:
-            raw = await request.read()
+            async with asyncio.timeout(self._settings.client_timeout_ms / 1000):
+                raw = await request.read()
         except ConnectionError as error:
             raise ClientGone from error
+        except TimeoutError as error:
+            raise RequestTimeout("the body did not arrive in time (client_timeout_ms)") from error
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
         if self._settings.forward_authorization and "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]

@@ -44,6 +44,14 @@ class InvalidRequest(RouterError):
     code = "invalid_request"
 
 
+class RequestTimeout(RouterError):
+    """The client did not send its body within `client_timeout_ms`."""
+
+    status = HTTPStatus.REQUEST_TIMEOUT
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
 class BodyTooLarge(RouterError):
     """The body exceeds `max_body_bytes`."""
 

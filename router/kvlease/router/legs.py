@@ -34,7 +34,7 @@ from kvlease.router.routes import Role, Routes, Target
 from kvlease.router.settings import RouterSettings
 from kvlease.router.spans import quiet_span
 from kvlease.router.turn import Turn, TurnOutcome
-from kvlease.router.upstream import Answer, EngineFailure, Progress, Upstream, WholeAnswer
+from kvlease.router.upstream import Answer, EngineFailure, FailureReason, Progress, Upstream, WholeAnswer
 from opentelemetry.trace import Span, SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -89,6 +89,8 @@ class Legs:
                 except EngineFailure as failure:
                     span.set_attribute("kvlease.reason", failure.reason)
                     self.failed(turn, failure)
+                    if failure.reason is FailureReason.TIMEOUT:
+                        break  # the client has waited long enough for a prefill elsewhere
                     continue
                 if answer.refused:
                     return answer

@@ -59,6 +59,7 @@ class RouterSettings(BaseSettings):
     first_byte_timeout_ms: Ms = Field(600_000, description="for the first byte of a stream")
     idle_timeout_ms: Ms = Field(300_000, description="between two chunks of a stream")
     answer_timeout_ms: Ms = Field(3_600_000, description="for a whole answer that is not streamed")
+    client_timeout_ms: Ms = Field(300_000, description="for a client to send its request, and to take in each chunk")
     locate_timeout_ms: Ms = Field(20, description="for the registry's answer at the start of a turn")
     registry_timeout_ms: Ms = Field(1_000, description="for any other call to the registry")
     health_interval_ms: Ms = Field(2_000, description="between two health probes of an engine")

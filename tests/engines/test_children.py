@@ -115,7 +115,7 @@ async def test_stop_ends_who_ignores_sigterm_and_who_is_stopped(tmp_path: Path) 
     stopped = await Child.start(program(tmp_path / "stopped", PARENT_OF_ONE))
     await printed(stopped, "child")
     stopped.signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+    await asyncio.to_thread(os.waitid, os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
     await stopped.stop()
     assert stopped.returncode == -signal.SIGTERM
 

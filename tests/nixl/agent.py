@@ -6,11 +6,13 @@ The only file of the pair that imports NIXL. Processes die with their parent. No
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Final, Protocol, cast
 
 import numpy as np
@@ -67,10 +69,20 @@ class Memory:
         return [(start + block * self.block_bytes, self.block_bytes, 0) for block in blocks]
 
 
+def _nixl() -> tuple[ModuleType, ModuleType]:
+    """NIXL's Python API and its bindings, from whichever wheel is here; the meta package would load torch to choose."""
+    for wheel in ("nixl_cu12", "nixl_cu13"):
+        try:
+            return importlib.import_module(f"{wheel}._api"), importlib.import_module(f"{wheel}._bindings")
+        except ModuleNotFoundError as error:
+            if error.name != wheel:
+                raise
+    raise ModuleNotFoundError("this test needs NIXL: pip install nixl-cu12")
+
+
 def open_agent(name: str, regions: Sequence[tuple[int, int, int, str]]) -> Agent:
     """A NIXL agent over UCX with these regions registered as DRAM. UCX reads its transports from the environment."""
-    from nixl import _api, _bindings
-
+    _api, _bindings = _nixl()
     stock = _bindings.nixlAgentConfig
 
     class CalmAgentConfig(stock):  # type: ignore[misc, valid-type]
@@ -79,11 +91,11 @@ def open_agent(name: str, regions: Sequence[tuple[int, int, int, str]]) -> Agent
         def __setattr__(self, attribute: str, value: object) -> None:
             stock.__setattr__(self, attribute, PROGRESS_DELAY_US if attribute == "pthrDelay" else value)
 
-    _bindings.nixlAgentConfig = CalmAgentConfig
+    _bindings.nixlAgentConfig = CalmAgentConfig  # type: ignore[attr-defined]
     try:
         agent = cast(Agent, _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"])))
     finally:
-        _bindings.nixlAgentConfig = stock
+        _bindings.nixlAgentConfig = stock  # type: ignore[attr-defined]
     agent.register_memory(agent.get_reg_descs(list(regions), "DRAM"))
     return agent
 

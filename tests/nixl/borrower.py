@@ -31,7 +31,7 @@ from tests.nixl.link import Link
 from tests.nixl.messages import ENGINE, BorrowerSettings, Counts, Offer, to_line
 
 LOCAL_BLOCKS: Final = 512
-OFFERS_AT_ONCE: Final = 12
+OFFERS_AT_ONCE: Final = 6
 REPORT_EVERY_S: Final = 0.1
 IDLE_WAIT_S: Final = 0.0001
 LINGERING: Final = 0.25
@@ -139,7 +139,7 @@ class BorrowerProcess:
         self._report()
 
     def _report(self) -> None:
-        self.counts.in_flight = len(self._loads)
+        self.counts.reading = sum(load.phase is Phase.READING for load in self._loads.values())
         self.counts.quarantined = self._quarantine.blocks
         self.counts.retired_seals = self._seals.retired
         if self.counts.done:

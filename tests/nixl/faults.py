@@ -36,17 +36,19 @@ class StuckValues(LeaseHolder):
 
 
 class LateBreaks(Lending):
-    """Breaks seals once the blocks have been written, instead of before."""
+    """Breaks seals once their blocks have been written and the next ones too, instead of before."""
 
-    _owed: tuple[int, ...] = ()
+    _owed: tuple[tuple[int, ...], ...] = ((), ())
 
     def break_seal(self, slot: int) -> None:
-        self._owed += (slot,)
+        older, newer = self._owed
+        self._owed = (older, (*newer, slot))
 
     def written(self) -> None:
-        for slot in self._owed:
+        older, newer = self._owed
+        for slot in older:
             super().break_seal(slot)
-        self._owed = ()
+        self._owed = (newer, ())
 
 
 class CallbackPerLease(Lending):

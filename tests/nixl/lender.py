@@ -44,12 +44,13 @@ from tests.nixl.pool import Pool
 
 PIECES: Final = 4
 """Stores per block, with other work between them."""
-FRESH_OFFERS: Final = 24
-MIXED_UP: Final = 0.02
+OFFERS: Final = 48
+"""Leases handed out: the last ones announced, held still or not."""
+FRESH_OFFERS: Final = 8
+"""Half of what is handed out is among these, so that the lender's speed alone cannot make every READ too late."""
+MIXED_UP: Final = 0.05
 """Share of offers in which one lease's digests stand beside another one's body, as by a faulty registry."""
 SAME_SLOT_BLOCKS: Final = 8
-ONE_LEASE_OFFERS: Final = 400
-"""Times the one lease is handed out before it ends."""
 
 
 def now_ms() -> int:
@@ -84,11 +85,11 @@ class Lender:
         self._lending: Lending = faults.lending(settings.fault, holder, self._pool, table, self._announced)
         self._prompts: dict[LeaseId, Prompt] = {}
         self._recent: deque[Prompt] = deque(maxlen=16)
-        self._offers: deque[Offer] = deque(maxlen=FRESH_OFFERS)
+        self._offers: deque[Offer] = deque(maxlen=OFFERS if self._workload is Workload.CHURN else 1)
         self._generations = [0] * blocks
         self._generation = 0
         self._conversations = 0
-        self._served = 0
+        self._end_asked = False
         self._metadata = b""
         self._selector = selectors.DefaultSelector()
         self._stopped = False
@@ -102,6 +103,9 @@ class Lender:
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         self._stopped = True
+
+    def end_one_lease(self, number: int, frame: FrameType | None) -> None:
+        self._end_asked = True
 
     def serve(self, wait_s: float = 0.0) -> None:
         """Answers borrowers that have asked; waits this long for one to ask."""
@@ -129,8 +133,8 @@ class Lender:
     def _choose(self, count: int) -> tuple[Offer, ...]:
         if not self._offers:
             return ()
-        chosen = self._random.choices(self._offers, k=count)
-        self._served += count
+        every, fresh = list(self._offers), list(self._offers)[-FRESH_OFFERS:]
+        chosen = [self._random.choice(fresh if self._random.random() < 0.5 else every) for _ in range(count)]
         return tuple(self._mixed_up(offer) if self._random.random() < MIXED_UP else offer for offer in chosen)
 
     def _mixed_up(self, offer: Offer) -> Offer:
@@ -168,9 +172,9 @@ class Lender:
         """One turn: deadlines, perhaps an end or a renewal, then blocks taken, written and lent."""
         holder, carry_out, dice = self._lending.holder, self._lending.carry_out, self._random.random()
         carry_out(holder.tick(now_ms()))
-        if self._offers and dice < 0.3:
+        if self._offers and dice < 0.15:
             lease_id = self._random.choice(self._offers).lease_id
-            carry_out(holder.end(lease_id, EndReason.RELEASED) if dice < 0.2 else holder.renew(lease_id, 5, now_ms()))
+            carry_out(holder.end(lease_id, EndReason.RELEASED) if dice < 0.08 else holder.renew(lease_id, 5, now_ms()))
         prompt = self._next_prompt()
         hit = self._pool.prefix(content.block_hashes(prompt))
         self._pool.touch(hit)
@@ -178,7 +182,7 @@ class Lender:
         if wanted > self._pool.free_blocks:
             carry_out(holder.relieve(wanted - self._pool.free_blocks))
         self._recent.append(prompt)
-        blocks = hit + self._write(prompt, len(hit), remember=self._random.random() < 0.5)
+        blocks = hit + self._write(prompt, len(hit), remember=self._random.random() < 0.8)
         conversation = ConversationId(f"c{prompt.conversation}") if not prompt.variant and dice < 0.5 else None
         self._lend(LeaseId(f"l{self._generation}"), prompt, blocks, conversation, self._random.randrange(20))
         self._pool.free(blocks[::-1])
@@ -201,14 +205,14 @@ class Lender:
         lease_id = LeaseId("same")
         self._lend(lease_id, prompt, blocks, None, 1_000_000)
         self._pool.free(blocks[::-1])
-        self._rest()
+        self._rest(0.01)
         self._lending.carry_out(self._lending.holder.end(lease_id, EndReason.RELEASED))
         other = Prompt(conversation=2, blocks=SAME_SLOT_BLOCKS)
         self._pool.free(self._write(other, 0, remember=False)[::-1])
-        self._rest()
+        self._rest(0.002)
 
-    def _rest(self) -> None:
-        until = time.monotonic() + self._random.uniform(0, 0.002)
+    def _rest(self, longest_s: float) -> None:
+        until = time.monotonic() + self._random.uniform(0, longest_s)
         while (left := until - time.monotonic()) > 0:
             self.serve(left)
 
@@ -219,7 +223,7 @@ class Lender:
             blocks = self._write(prompt, 0, remember=False)
             self._lend(lease_id, prompt, blocks, None, 1_000_000)
             self._pool.free(blocks[::-1])
-        elif self._served >= ONE_LEASE_OFFERS and lease_id in self._lending.holder:
+        elif self._end_asked and lease_id in self._lending.holder:
             self._lending.carry_out(self._lending.holder.end(lease_id, EndReason.RELEASED))
             other = Prompt(conversation=2, blocks=8)
             self._pool.free(self._write(other, 0, remember=False))
@@ -278,6 +282,7 @@ def main() -> None:
         memory = Memory(settings.blocks, settings.block_bytes)
         lender = Lender(settings, memory, table)
         signal.signal(signal.SIGTERM, lender.stop)
+        signal.signal(signal.SIGUSR1, lender.end_one_lease)
         agent = open_agent(f"lender-{os.getpid()}", [memory.region, (table.address, table.size, 0, "")])
         with contextlib.suppress(FileNotFoundError):
             os.unlink(settings.socket)

@@ -51,7 +51,7 @@ class Workload(StrEnum):
     SAME_SLOT = "same_slot"
     """One lease at a time, always the same record but for the seal; other content in its blocks in between."""
     ONE_LEASE = "one_lease"
-    """One lease for everybody, ended and overwritten after a while, and handed out even then."""
+    """One lease for everybody, ended and overwritten on SIGUSR1, and handed out even then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class LenderSettings:
     seed: int
     fault: str = Fault.NONE
     workload: str = Workload.CHURN
-    blocks: int = 256
+    blocks: int = 160
     block_bytes: int = 4_096
 
 
@@ -121,7 +121,8 @@ class Counts:
     incarnations: int = 0
     quarantined: int = 0
     retired_seals: int = 0
-    in_flight: int = 0
+    reading: int = 0
+    """READs of blocks posted and not over, those that are late left out."""
     read_us: list[int] = field(default_factory=list)
     """p50, p90, p99 of a READ from post to seen, microseconds."""
     seal_us: list[int] = field(default_factory=list)

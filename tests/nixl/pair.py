@@ -53,7 +53,7 @@ class PairSettings:
     workload: Workload = Workload.CHURN
     in_flight: int = 6
     read_limit_ms: int = 5_000
-    blocks: int = 256
+    blocks: int = 160
     block_bytes: int = 4_096
 
 
@@ -137,6 +137,10 @@ class Pair:
                 return
             await asyncio.sleep(0.005)
         raise PairFailed("the lender did not stop")
+
+    def end_lease(self) -> None:
+        """Has the lender of workload ONE_LEASE end its lease and write over its blocks."""
+        self.lender.send_signal(signal.SIGUSR1)
 
     def continue_lender(self) -> None:
         self.lender.send_signal(signal.SIGCONT)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -50,6 +51,7 @@ class SealTable:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # the mapping keeps the lock as long as this process lives
                 os.posix_fallocate(descriptor, 0, size)
                 mapping = mmap.mmap(descriptor, size)
             finally:
@@ -77,7 +79,7 @@ class SealTable:
                 f"cannot map the worker's seal table {path}: {error}. Lending needs the engine's scheduler and workers "
                 "on one host, sharing /dev/shm"
             ) from error
-        magic, slots, address = _HEADER.unpack_from(mapping)
+        magic, slots, address = _HEADER.unpack_from(mapping) if size >= HEADER_BYTES else (b"", 0, 0)
         if magic != _MAGIC or size != table_bytes(slots):
             raise SealTableUnavailable(f"{path} is not a seal table of this version")
         return cls(path, mapping, slots, address, owner=False)
@@ -113,13 +115,22 @@ class SealTable:
 
 
 def sweep(directory: Path = DIRECTORY) -> int:
-    """Removes tables of processes that are gone (killed engines leave theirs behind); returns how many."""
+    """Removes tables of processes that are gone (killed engines leave theirs behind); returns how many.
+
+    A pid says nothing about an engine in another pid namespace (containers that share the host's /dev/shm do not share
+    its pids), so a table whose lock is held stays.
+    """
     removed = 0
     for path in directory.glob(f"{PREFIX}-*-*"):
         pid = path.name.removeprefix(f"{PREFIX}-").split("-")[0]
         if not pid.isdigit() or Path(f"/proc/{pid}").exists():
             continue
         with contextlib.suppress(OSError):
-            path.unlink()
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
             removed += 1
     return removed

@@ -1,0 +1,232 @@
+"""What stands around the connector in a benchmark of its engine thread: vLLM's block pool, a link to a real registry,
+made-up turns and prompts.
+
+The pool is vLLM's own, its blocks cached by hash as after a real prefill. Everything of kvlease is the product's; the
+lenders' side channel, which belongs to an engine, answers yes. Runs on one thread, which plays the engine's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvlease.connector.borrower import BorrowTerms
+from kvlease.connector.borrowing import ArrivedRequest, Borrowing
+from kvlease.connector.digests import fingerprint
+from kvlease.connector.instruments import Instruments
+from kvlease.connector.journal import Journal
+from kvlease.connector.lender import LenderTerms, RankTable
+from kvlease.connector.lending import FinishedTurn, Lending
+from kvlease.connector.link import EndOrder, Link
+from kvlease.connector.probe import LenderProbe, Peer
+from kvlease.connector.request_params import RequestParams
+from kvlease.connector.seal_table import SealTable
+from kvlease.connector.settings import ConnectorSettings
+from kvlease.registry.clock import SystemClock
+from kvlease.registry.telemetry import configure_tracing
+from kvlease.registry.values import (
+    DEFAULT_TENANT,
+    ConversationId,
+    EndReason,
+    Engine,
+    EngineId,
+    Hit,
+    Incarnation,
+    LeaseId,
+    Miss,
+    ResolveQuery,
+)
+
+from tests.bench.payloads import BLOCK_BYTES, BLOCK_TOKENS, NEXT_TURN_STRIDES, STRIDE_TOKENS
+
+HASH_BYTES: Final = 32
+PATIENCE_MS: Final = 5_000
+"""For answers of the registry: the benchmark waits for them, since a time-out would not be what it measures."""
+WAIT_S: Final = 20.0
+LOOK_S: Final = 0.000_2
+BLOCKS_PER_STRIDE: Final = STRIDE_TOKENS // BLOCK_TOKENS
+ENGINE_PARAMS: Final[dict[str, object]] = {
+    "remote_engine_id": "bench-decode",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "dcp_size": 1,
+    "pp_size": 1,
+    "transfer_mode": "pull",
+}
+
+
+class OpenSideChannel:
+    """An engine that is there."""
+
+    async def answers_for(self, peer: Peer) -> bool:
+        return True
+
+    async def close(self) -> None:
+        return None
+
+
+class Late(RuntimeError):
+    """Something the benchmark waits for did not happen in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeTurn:
+    """A finished turn, and the blocks that its request still holds."""
+
+    finished: FinishedTurn
+    blocks: Sequence[Any]
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        return self.finished.block_hashes
+
+
+@dataclass(frozen=True, slots=True)
+class _Hashed:
+    """What the pool looks at of a request whose blocks it caches."""
+
+    block_hashes: Sequence[bytes]
+
+
+class Stage:
+    """One engine that lends and borrows. `close` ends its thread."""
+
+    def __init__(self, registry: str, *, blocks: int, leases: int) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+
+        self.pool: Final[Any] = BlockPool(num_gpu_blocks=blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self._table: Final = SealTable.create(4 * leases)
+        self._fingerprint: Final = fingerprint({"model": "bench"})
+        self._clock: Final = SystemClock()
+        self._numbers = 0
+        settings = ConnectorSettings.load({"registry": registry, "resolve_wait_ms": PATIENCE_MS})
+        probe = LenderProbe(OpenSideChannel(), self._clock, settings.probe_ms)
+        self.link: Final = Link(settings, self._clock, Journal(configure_tracing("bench")), probe)
+        instruments = Instruments()
+        self._engine: Final = Engine(
+            engine_id=EngineId("bench-decode"),
+            incarnation=Incarnation(secrets.token_bytes(16)),
+            fingerprint=self._fingerprint,
+        )
+        terms = LenderTerms(
+            engine_id=self._engine.engine_id,
+            incarnation=self._engine.incarnation,
+            fingerprint_hash=self._fingerprint.hash,
+            block_tokens=BLOCK_TOKENS,
+            stride_tokens=STRIDE_TOKENS,
+            block_bytes=BLOCK_BYTES,
+            tables=(RankTable(pp_rank=0, tp_rank=0, address=self._table.address),),
+            slots=self._table.slots,
+            max_blocks=blocks,
+        )
+        self.lending: Final = Lending(
+            terms,
+            hash_tokens=BLOCK_TOKENS,
+            engine_params=ENGINE_PARAMS,
+            pool=self.pool,
+            tables=(self._table,),
+            link=self.link,
+            clock=self._clock,
+            instruments=instruments,
+        )
+        self.borrowing: Final = Borrowing(
+            BorrowTerms(
+                fingerprint_hash=self._fingerprint.hash,
+                block_tokens=BLOCK_TOKENS,
+                stride_tokens=STRIDE_TOKENS,
+                wait_ms=PATIENCE_MS,
+            ),
+            hash_tokens=BLOCK_TOKENS,
+            pool=self.pool,
+            link=self.link,
+            clock=self._clock,
+            instruments=instruments,
+        )
+
+    def open(self) -> None:
+        """Starts the link and the lender's session. Raises Late."""
+        self.link.start()
+        self._answers(ConversationId("nobody"), Miss)
+        self.link.lend_as(self._engine)
+
+    def close(self) -> None:
+        self.lending.close()
+        self.link.close()
+        self._table.close()
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def turn(self, tokens: int, *, ttl_ms: int | None = None, after: MadeTurn | None = None) -> MadeTurn:
+        """A finished turn of a conversation of its own, or one that extends `after` by the tokens that are more."""
+        count = tokens // BLOCK_TOKENS
+        known = list(after.block_hashes) if after else []
+        hashes = known + [secrets.token_bytes(HASH_BYTES) for _ in range(count - len(known))]
+        shared = list(after.blocks) if after else []
+        self.pool.touch(shared)
+        blocks = shared + self.pool.get_new_blocks(count - len(shared))
+        self.pool.cache_full_blocks(_Hashed(hashes), blocks, len(shared), count, BLOCK_TOKENS, 0)
+        self._numbers += 1
+        conversation = after.finished.params.conversation if after else ConversationId(f"chat-{self._numbers}")
+        params = RequestParams(tenant=DEFAULT_TENANT, conversation=conversation, ttl_ms=ttl_ms)
+        ids = tuple(block.block_id for block in blocks)
+        finished = FinishedTurn(params=params, real_tokens=tokens, block_hashes=hashes, block_ids=(ids,))
+        return MadeTurn(finished=finished, blocks=blocks)
+
+    def lend(self, turn: MadeTurn) -> LeaseId:
+        """Lends it and lets its request go."""
+        lease_id = self.lending.finished(turn.finished)
+        assert lease_id is not None
+        self.give_back(turn)
+        return lease_id
+
+    def give_back(self, turn: MadeTurn) -> None:
+        """The request that made this turn is gone; what is lent stays pinned."""
+        self.pool.free_blocks(reversed(turn.blocks))
+
+    def order_end(self, lease_id: LeaseId) -> None:
+        """The registry wants this lease ended."""
+        self.link.orders.append(EndOrder(lease_id=lease_id, reason=EndReason.RELEASED))
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+
+    def prompt(self, turn: MadeTurn) -> ArrivedRequest:
+        """The next turn's prompt."""
+        self._numbers += 1
+        more = [secrets.token_bytes(HASH_BYTES) for _ in range(NEXT_TURN_STRIDES * BLOCKS_PER_STRIDE)]
+        hashes = [*turn.block_hashes, *more]
+        return ArrivedRequest(
+            request_id=f"request-{self._numbers}",
+            params=turn.finished.params,
+            prompt_tokens=len(hashes) * BLOCK_TOKENS + 1,
+            block_hashes=hashes,
+        )
+
+    def published(self, turn: MadeTurn) -> None:
+        """Returns when the registry resolves this turn. Raises Late."""
+        self._answers(turn.finished.params.conversation, Hit)
+
+    def answer_is_here(self) -> None:
+        """Returns when an answer of the registry waits for the engine's thread. Raises Late."""
+        _until(lambda: bool(self.link.answers), "an answer to a resolve")
+
+    def _answers(self, conversation: ConversationId | None, wanted: type[Hit | Miss]) -> None:
+        query = ResolveQuery(tenant=DEFAULT_TENANT, conversation=conversation)
+
+        def as_wanted() -> bool:
+            self.link.resolve("look", query)
+            self.answer_is_here()
+            return isinstance(self.link.answers.popleft().answer, wanted)
+
+        _until(as_wanted, f"the registry to answer {wanted.__name__} for {conversation}")
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > limit:
+            raise Late(f"waited {WAIT_S:.0f} s for {what}")
+        time.sleep(LOOK_S)

@@ -1,0 +1,241 @@
+"""The connector's work on an engine's thread, without an engine: `python -m tests.bench.engine_steps REGISTRY EFFORT`.
+
+Real `Lending`, `Borrowing` and `Link` against a real registry, on vLLM's real block pool, with many leases out. Timed
+are the thread's wall time, hand-overs of the interpreter lock to the link's thread included, and its processor time
+beside it. Between two calls the thread sleeps as an engine's does while its model runs. Says one figure after another,
+then null.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from typing import Final, ParamSpec, TypeVar
+
+from kvlease.connector.borrower import Read
+from kvlease.connector.borrowing import ArrivedRequest
+from kvlease.connector.loads import LoadReport, WorkerReports
+
+from tests.bench.effort import FULL, QUICK, Effort
+from tests.bench.engine_stage import MadeTurn, Stage
+from tests.bench.figures import Budget, Figure, Unit, at_most, encode, quantile
+from tests.bench.payloads import BLOCK_TOKENS, STRIDE_TOKENS, TOKENS
+from tests.bench.served import say
+
+HOOKS: Final = "connector, each hook on the engine's thread"
+STEPS: Final = "connector, added to an engine step"
+BUDGET: Final = at_most(200.0)
+"""Microseconds added to an engine step, p99."""
+STEPS_PER_FINISH: Final = 8
+"""A decode batch of 32 whose answers have 256 tokens ends a request every eighth step."""
+LAPSES: Final = 8
+REUSED_BLOCKS: Final = 25
+"""What a step of a busy batch takes from the pool."""
+MODEL_S: Final = 0.002
+"""A short forward pass: long enough for the link's thread to finish what it was given."""
+HELD: Final = "1k"
+"""Size of the leases that are out."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Timed:
+    """Times of one hook, wall and processor, in microseconds."""
+
+    def __init__(self, section: str, name: str) -> None:
+        self._section: Final = section
+        self._name: Final = name
+        self._wall_us: list[float] = []
+        self._cpu_us: list[float] = []
+
+    def __call__(self, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        time.sleep(MODEL_S)
+        cpu_ns, began_ns = time.thread_time_ns(), time.perf_counter_ns()
+        result = hook(*args, **kwargs)
+        ended_ns = time.perf_counter_ns()
+        self._wall_us.append((ended_ns - began_ns) / 1e3)
+        self._cpu_us.append((time.thread_time_ns() - cpu_ns) / 1e3)
+        return result
+
+    def figures(self, budget: Budget | None = BUDGET) -> list[Figure]:
+        """p50 for information, p99 against the budget; the spread is that of all calls."""
+        return [self._figure("p50", 0.5, None), self._figure("p99", 0.99, budget)]
+
+    def _figure(self, which: str, share: float, budget: Budget | None) -> Figure:
+        return Figure(
+            section=self._section,
+            name=f"{self._name}, {which}",
+            unit=Unit.MICROSECONDS,
+            value=quantile(self._wall_us, share),
+            low=min(self._wall_us),
+            high=max(self._wall_us),
+            budget=budget,
+            note=f"CPU {quantile(self._cpu_us, share):,.0f} us, {len(self._wall_us)} calls",
+        )
+
+
+def lender_hooks(stage: Stage, effort: Effort) -> list[Figure]:
+    """Each hook of a lender by itself."""
+    few = max(4, effort.steps // 5)
+    idle = Timed(HOOKS, f"service, nothing due, {len(stage.lending):,} leases out")
+    for _ in range(effort.steps):
+        idle(stage.lending.service)
+    figures = idle.figures()
+    for size, tokens in TOKENS.items():
+        finish = Timed(HOOKS, f"a {size}-token turn is lent")
+        order = Timed(HOOKS, f"service, a {size}-token lease ended by order")
+        for _ in range(few):
+            turn = stage.turn(tokens)
+            lease_id = finish(stage.lending.finished, turn.finished)
+            assert lease_id is not None
+            stage.give_back(turn)
+            stage.order_end(lease_id)
+            order(stage.lending.service)
+        figures += finish.figures() + order.figures()
+    return figures + _supersede(stage, few) + _lapse(stage, few) + _pressure(stage, few)
+
+
+def _supersede(stage: Stage, count: int) -> list[Figure]:
+    finish = Timed(HOOKS, "an 8k-token turn is lent, superseding the one before")
+    for _ in range(count):
+        earlier = stage.turn(TOKENS["8k"])
+        assert stage.lending.finished(earlier.finished) is not None
+        later = stage.turn(TOKENS["8k"] + 4 * STRIDE_TOKENS, after=earlier)
+        stage.give_back(earlier)
+        lease_id = finish(stage.lending.finished, later.finished)
+        assert lease_id is not None
+        stage.give_back(later)
+        stage.order_end(lease_id)
+        stage.lending.service()
+    return finish.figures()
+
+
+def _lapse(stage: Stage, count: int) -> list[Figure]:
+    """Deadlines pass, then the pool hands the blocks out again."""
+    lapse = Timed(HOOKS, f"service, {LAPSES} {HELD}-token leases lapse")
+    reuse = Timed(HOOKS, f"get_new_blocks, {REUSED_BLOCKS} of lapsed leases")
+    plain = Timed(HOOKS, f"get_new_blocks, {REUSED_BLOCKS} of no lease")
+    for _ in range(count):
+        rest = stage.pool.get_new_blocks(stage.pool.get_num_free_blocks() - LAPSES * TOKENS[HELD] // BLOCK_TOKENS)
+        for _ in range(LAPSES):
+            stage.lend(stage.turn(TOKENS[HELD], ttl_ms=0))
+        lapse(stage.lending.service)
+        taken = reuse(stage.pool.get_new_blocks, REUSED_BLOCKS)
+        others = stage.pool.get_new_blocks(stage.pool.get_num_free_blocks())
+        stage.pool.free_blocks([*reversed(rest), *others, *taken])
+        stage.pool.free_blocks(plain(stage.pool.get_new_blocks, REUSED_BLOCKS))
+    return lapse.figures() + reuse.figures() + plain.figures(None)
+
+
+def _pressure(stage: Stage, count: int) -> list[Figure]:
+    room = Timed(HOOKS, f"make_room for an 8k-token prompt, {HELD}-token leases end")
+    wanted = TOKENS["8k"] // BLOCK_TOKENS
+    for _ in range(count):
+        before = len(stage.lending)
+        assert room(stage.lending.make_room, stage.pool.get_num_free_blocks() + wanted)
+        for _ in range(before - len(stage.lending)):
+            stage.lend(stage.turn(TOKENS[HELD]))
+    return room.figures()
+
+
+def borrower_hooks(stage: Stage, effort: Effort) -> list[Figure]:
+    """Each hook of a borrower by itself, for prompts that extend a lease."""
+    figures: list[Figure] = []
+    for size, tokens in TOKENS.items():
+        lent = stage.turn(tokens)
+        stage.lend(lent)
+        stage.published(lent)
+        arrive = Timed(HOOKS, f"a {size}-token prompt arrives: digests, resolve handed over")
+        decide = Timed(HOOKS, f"decide, a {size}-token answer is taken")
+        again = Timed(HOOKS, f"decide again, {size} tokens, no room yet")
+        commit = Timed(HOOKS, f"committed, {size} tokens")
+        report = Timed(HOOKS, f"reported, {size} tokens proven")
+        for _ in range(max(4, effort.steps // 5)):
+            prompt = stage.prompt(lent)
+            request_id = prompt.request_id
+            arrive(stage.borrowing.arrived, prompt)
+            stage.answer_is_here()
+            read = decide(stage.borrowing.decide, request_id, 0)
+            assert isinstance(read, Read), read
+            assert isinstance(again(stage.borrowing.decide, request_id, 0), Read)
+            commit(stage.borrowing.committed, request_id, read, read.block_ids[0])
+            report(stage.borrowing.reported, _proven(request_id))
+            stage.borrowing.settled(request_id)
+            stage.borrowing.forget(request_id)
+        for timed in (arrive, decide, again, commit, report):
+            figures += timed.figures()
+    return figures
+
+
+def steps(stage: Stage, effort: Effort) -> list[Figure]:
+    """What the hooks of one step add up to, as they come together."""
+    decode = Timed(STEPS, f"decode: service twice, an 8k-token turn lent every {STEPS_PER_FINISH} steps")
+    for number in range(effort.steps):
+        turn = stage.turn(TOKENS["8k"]) if number % STEPS_PER_FINISH == 0 else None
+        decode(_decode_step, stage, turn)
+        if turn is not None:
+            stage.give_back(turn)
+            stage.lending.make_room(stage.pool.get_num_free_blocks() + len(turn.blocks))
+    prefill = Timed(STEPS, "prefill: service three times, one 8k-token prompt arrives, one is admitted")
+    lent = stage.turn(TOKENS["8k"])
+    stage.lend(lent)
+    stage.published(lent)
+    earlier = stage.prompt(lent)
+    stage.borrowing.arrived(earlier)
+    for _ in range(max(4, effort.steps // 3)):
+        stage.answer_is_here()
+        prompt = stage.prompt(lent)
+        prefill(_prefill_step, stage, prompt, earlier.request_id)
+        stage.borrowing.settled(earlier.request_id)
+        stage.borrowing.forget(earlier.request_id)
+        earlier = prompt
+    return decode.figures() + prefill.figures()
+
+
+def _decode_step(stage: Stage, turn: MadeTurn | None) -> None:
+    stage.lending.service()
+    if turn is not None:
+        assert stage.lending.finished(turn.finished) is not None
+    stage.lending.service()
+
+
+def _prefill_step(stage: Stage, arriving: ArrivedRequest, admitted: str) -> None:
+    stage.lending.service()
+    stage.borrowing.arrived(arriving)
+    stage.lending.service()
+    read = stage.borrowing.decide(admitted, 0)
+    assert isinstance(read, Read), read
+    stage.borrowing.committed(admitted, read, read.block_ids[0])
+    stage.lending.service()
+
+
+def _proven(request_id: str) -> WorkerReports:
+    load = LoadReport(
+        request_id=request_id, rank=0, reason=None, late=False, read_us=2_000, prove_us=400, bytes_read=1_000_000
+    )
+    return WorkerReports(loads=[load])
+
+
+def main(registry: str, effort: Effort) -> None:
+    held = effort.leases * TOKENS[HELD] // BLOCK_TOKENS
+    stage = Stage(registry, blocks=held + 8 * TOKENS["24k"] // BLOCK_TOKENS, leases=effort.leases)
+    stage.open()
+    try:
+        for _ in range(effort.leases):
+            last = stage.turn(TOKENS[HELD])
+            stage.lend(last)
+        stage.published(last)
+        gc.collect()
+        gc.freeze()  # as an engine does when it is ready
+        for part in (lender_hooks, borrower_hooks, steps):
+            for figure in part(stage, effort):
+                say(encode(figure))
+    finally:
+        stage.close()
+    say(None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], QUICK if sys.argv[2:] == ["quick"] else FULL)

@@ -1,0 +1,149 @@
+"""What a benchmark says: a figure with its spread, the budget it is held to, and how samples become one. Pure.
+
+A figure is a median over rounds, with the lowest and highest round beside it, so that a reader sees whether a
+difference is larger than the noise. Nothing here measures.
+Invariant: a figure without a budget is never a failure; `decode(encode(figure)) == figure`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Bound(StrEnum):
+    AT_MOST = "at_most"
+    AT_LEAST = "at_least"
+
+
+class Unit(StrEnum):
+    MICROSECONDS = "us"
+    MILLISECONDS = "ms"
+    PER_SECOND = "/s"
+    RATIO = "x"
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    OVER = "over"
+    FOR_INFORMATION = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A limit from registry/DESIGN.md, section 8, in the unit of the figure."""
+
+    bound: Bound
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One row of the table. `low` and `high` are the extremes of the rounds."""
+
+    section: str
+    name: str
+    unit: Unit
+    value: float
+    low: float
+    high: float
+    budget: Budget | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.budget is None:
+            return Verdict.FOR_INFORMATION
+        if self.budget.bound is Bound.AT_MOST:
+            return Verdict.OK if self.value <= self.budget.limit else Verdict.OVER
+        return Verdict.OK if self.value >= self.budget.limit else Verdict.OVER
+
+
+class FigureInvalid(ValueError):
+    """What was read is not an encoded figure."""
+
+
+def at_most(limit: float) -> Budget:
+    return Budget(bound=Bound.AT_MOST, limit=limit)
+
+
+def at_least(limit: float) -> Budget:
+    return Budget(bound=Bound.AT_LEAST, limit=limit)
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that at least `share` of all samples do not exceed. Raises ValueError if there is none."""
+    if not samples:
+        raise ValueError("no samples")
+    ordered = sorted(samples)
+    rank = -(-share * len(ordered) // 1)  # rounded up
+    return ordered[max(0, min(len(ordered), int(rank)) - 1)]
+
+
+def over_rounds(
+    section: str, name: str, unit: Unit, rounds: Sequence[float], *, budget: Budget | None = None, note: str = ""
+) -> Figure:
+    """The median of the rounds' values, with their extremes."""
+    return Figure(
+        section=section,
+        name=name,
+        unit=unit,
+        value=statistics.median(rounds),
+        low=min(rounds),
+        high=max(rounds),
+        budget=budget,
+        note=note,
+    )
+
+
+def encode(figure: Figure) -> dict[str, object]:
+    """As it stands in the JSON file; `verdict` is there for readers and ignored by `decode`."""
+    budget = figure.budget
+    return {
+        "section": figure.section,
+        "name": figure.name,
+        "unit": figure.unit.value,
+        "value": figure.value,
+        "low": figure.low,
+        "high": figure.high,
+        "budget": None if budget is None else {"bound": budget.bound.value, "limit": budget.limit},
+        "verdict": figure.verdict.value,
+        "note": figure.note,
+    }
+
+
+def decode(given: object) -> Figure:
+    """Raises FigureInvalid."""
+    try:
+        fields = _object(given)
+        budget = fields["budget"]
+        return Figure(
+            section=str(fields["section"]),
+            name=str(fields["name"]),
+            unit=Unit(str(fields["unit"])),
+            value=_number(fields["value"]),
+            low=_number(fields["low"]),
+            high=_number(fields["high"]),
+            budget=None if budget is None else _budget(_object(budget)),
+            note=str(fields["note"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise FigureInvalid(f"not a figure: {error}") from error
+
+
+def _budget(fields: Mapping[str, object]) -> Budget:
+    return Budget(bound=Bound(str(fields["bound"])), limit=_number(fields["limit"]))
+
+
+def _object(given: object) -> Mapping[str, object]:
+    if not isinstance(given, Mapping):
+        raise FigureInvalid(f"an object was expected, not {given!r}")
+    return given
+
+
+def _number(given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise FigureInvalid(f"a number was expected, not {given!r}")
+    return float(given)

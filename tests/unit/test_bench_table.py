@@ -1,0 +1,83 @@
+"""Figures of the benchmark: budgets, quantiles, spread and their JSON.
+
+Pure; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.bench.contest import Outcome, Role, ratio
+from tests.bench.figures import (
+    Budget,
+    Figure,
+    FigureInvalid,
+    Unit,
+    Verdict,
+    at_least,
+    at_most,
+    decode,
+    encode,
+    over_rounds,
+    quantile,
+)
+
+
+def figure(value: float, budget: Budget | None) -> Figure:
+    return over_rounds("section", "name", Unit.RATIO, [value], budget=budget, note="note")
+
+
+@pytest.mark.parametrize(
+    ("value", "budget", "verdict"),
+    [
+        (1.15, at_most(1.15), Verdict.OK),
+        (1.16, at_most(1.15), Verdict.OVER),
+        (0.80, at_least(0.80), Verdict.OK),
+        (0.79, at_least(0.80), Verdict.OVER),
+        (1e9, None, Verdict.FOR_INFORMATION),
+    ],
+)
+def test_verdict(value: float, budget: Budget | None, verdict: Verdict) -> None:
+    assert figure(value, budget).verdict is verdict
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 50.0), (0.99, 99.0), (0.991, 100.0), (1.0, 100.0)])
+def test_quantile_is_a_sample_that_enough_do_not_exceed(share: float, expected: float) -> None:
+    assert quantile([float(number) for number in range(100, 0, -1)], share) == expected
+
+
+def test_no_samples_have_no_quantile() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        quantile([], 0.5)
+
+
+def test_rounds_give_median_and_extremes() -> None:
+    found = over_rounds("section", "name", Unit.MICROSECONDS, [9.0, 1.0, 2.0])
+    assert (found.value, found.low, found.high) == (2.0, 1.0, 9.0)
+
+
+def test_a_ratio_is_made_within_each_round() -> None:
+    """Both slow in the second round: the ratio is the same. Medians divided would give 3."""
+    outcomes = {
+        Role.ECHO: Outcome(per_second=[100.0, 10.0, 50.0]),
+        Role.REGISTRY: Outcome(per_second=[50.0, 5.0, 150.0]),
+    }
+    assert ratio("section", "name", outcomes, lambda outcome: outcome.per_second, Role.ECHO, None).value == 0.5
+
+
+@pytest.mark.parametrize("budget", [None, at_most(2.0), at_least(0.8)])
+def test_json_says_all(budget: Budget | None) -> None:
+    original = figure(1.5, budget)
+    assert decode(json.loads(json.dumps(encode(original)))) == original
+
+
+@pytest.mark.parametrize(
+    "change", [{"unit": "parsec"}, {"value": "fast"}, {"value": True}, {"budget": {"bound": "at_most"}}]
+)
+def test_what_is_no_figure_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(FigureInvalid):
+        decode({**encode(figure(1.5, None)), **change})
+    with pytest.raises(FigureInvalid):
+        decode([])

@@ -162,6 +162,19 @@ async def test_a_wrong_answer_harms_its_caller_only() -> None:
         assert await soon(calls[1], "an answer") == hit("b")
 
 
+async def test_an_answer_given_twice_counts_once() -> None:
+    async with peer() as registry, RegistryClient(registry.endpoint) as client:
+        call = asyncio.create_task(client.resolve(query("a"), timeout_ms=LONG_MS))
+        stream = await registry.resolve_stream()
+        correlation_id = (await stream.next()).requests[0].correlation_id
+        await stream.send(answers((correlation_id, hit("a")), (correlation_id, hit("b"))))
+        assert await soon(call, "an answer") == hit("a")
+        assert client.late_answers == 1
+        again = asyncio.create_task(client.resolve(query("c"), timeout_ms=LONG_MS))
+        await stream.send(answers(((await stream.next()).requests[0].correlation_id, hit("c"))))
+        assert await soon(again, "an answer on the same stream") == hit("c")
+
+
 async def test_a_broken_stream_fails_who_waits_and_is_opened_again() -> None:
     async with peer() as registry, RegistryClient(registry.endpoint) as client:
         waiting = [asyncio.create_task(client.resolve(query("x"), timeout_ms=LONG_MS)) for _ in range(2)]
@@ -183,7 +196,8 @@ async def test_a_broken_stream_fails_who_waits_and_is_opened_again() -> None:
 
 async def test_a_registry_that_is_away_costs_no_wait_and_is_found_when_it_comes() -> None:
     port = free_port()
-    async with RegistryClient(f"127.0.0.1:{port}") as client:
+    limits = ClientLimits(connect_timeout_ms=600_000)
+    async with RegistryClient(f"127.0.0.1:{port}", limits=limits) as client:
         with pytest.raises(RegistryUnavailable):
             await soon(client.resolve(query("x"), timeout_ms=600_000), "an error well before the resolve's own time")
         with pytest.raises(RegistryUnavailable):

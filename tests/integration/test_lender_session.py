@@ -373,9 +373,19 @@ async def test_goodbye_says_the_rest_first() -> None:
 
 
 async def test_goodbye_without_a_registry_ends_at_once() -> None:
-    async with lending(f"127.0.0.1:{free_port()}", SessionLimits(goodbye_timeout_ms=60_000)) as lender:
-        await soon(lender.session.goodbye(), "the goodbye")
-        await soon(lender.running, "run to return")
+    limits = SessionLimits(goodbye_timeout_ms=60_000, connect_timeout_ms=60_000)
+    tried = asyncio.Event()
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tried.set()
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as no_registry:
+        host, port = no_registry.sockets[0].getsockname()
+        async with lending(f"{host}:{port}", limits) as lender:
+            await soon(tried.wait(), "an attempt to connect")
+            await soon(lender.session.goodbye(), "the goodbye")
+            await soon(lender.running, "run to return")
 
 
 async def test_goodbye_to_a_registry_that_does_not_answer_is_bounded() -> None:

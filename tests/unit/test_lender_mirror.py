@@ -140,14 +140,18 @@ def test_order_is_kept_and_neighbours_are_joined() -> None:
     mirror.ended(LeaseId("a"), EndReason.EXPIRED)
     mirror.refuse_renewal(LeaseId("b"), RenewStatus.PRESSURE)
     mirror.publish(publication("d"))
-    batches = [mirror.next_batch() for _ in range(6)]
+    mirror.renewed(LeaseId("d"), 7)
+    mirror.ended(LeaseId("d"), EndReason.EXPIRED)
+    batches = [mirror.next_batch() for _ in range(8)]
     assert isinstance(batches[0], Publishes)
     assert [item.lease_id for item in batches[0].items] == ["a", "b", "c"]
     assert batches[1] == Renewals(items=[(LeaseId("a"), 5), (LeaseId("b"), 6)])
     assert batches[2] == Ends(items=[(LeaseId("a"), EndReason.EXPIRED)])
     assert batches[3] == Refusal(lease_id=LeaseId("b"), status=RenewStatus.PRESSURE)
     assert isinstance(batches[4], Publishes)
-    assert batches[5] is None
+    assert batches[5] == Renewals(items=[(LeaseId("d"), 7)]), "not joined with the older ones: d was unknown then"
+    assert batches[6] == Ends(items=[(LeaseId("d"), EndReason.EXPIRED)])
+    assert batches[7] is None
     assert mirror.queued == 0
 
 

@@ -53,6 +53,8 @@ class EngineSettings:
     role: Role
     kvlease: Mapping[str, Json] | None = None
     """Settings of kvlease's connector (the harness adds the registry); None runs the stock connector."""
+    connector_module: str = CONNECTOR_MODULE
+    """Where the connector is loaded from; tests put faulty ones here."""
     connector_extra: Mapping[str, Json] = field(default_factory=dict)
     """More of vLLM's `kv_connector_extra_config`, for example stock's `bidirectional_kv_xfer`."""
     kv_blocks: int | None = None
@@ -91,7 +93,7 @@ def kv_transfer_config(settings: EngineSettings, registry: str | None) -> dict[s
     if settings.kvlease is not None:
         if registry is None:
             raise ValueError(f"{settings.engine_id} runs kvlease, but the fleet has no registry")
-        config["kv_connector_module_path"] = CONNECTOR_MODULE
+        config["kv_connector_module_path"] = settings.connector_module
         extra["kvlease"] = {"registry": registry, **settings.kvlease}
     return {**config, "kv_connector_extra_config": extra}
 

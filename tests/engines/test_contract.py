@@ -88,7 +88,7 @@ def test_nothing_but_the_hand_out_takes_blocks_from_the_free_queue() -> None:
 
 
 def test_a_worker_learns_of_a_block_only_after_its_hand_out() -> None:
-    """The scheduler allocates in schedule(); the worker acts on that step's output: so breaking there is early enough."""
+    """The scheduler allocates in schedule(); the worker acts on that step's output: breaking there is early enough."""
     step = inspect.getsource(GPUModelRunner.execute_model)
     assert in_order(step, ["handle_preemptions", "_update_states(", "maybe_get_kv_connector_output"])
     assert "_zero_block_ids" in inspect.getsource(GPUModelRunner._update_states), "zeroing is part of the step"
@@ -110,7 +110,9 @@ def test_hooks_and_fields_that_are_built_upon_exist() -> None:
         "get_transfer_results",
         "has_pending_block_frees",
         "on_new_request",
-        "request_finished_all_groups" if hasattr(KVConnectorBase_V1, "request_finished_all_groups") else "request_finished",
+        "request_finished_all_groups"
+        if hasattr(KVConnectorBase_V1, "request_finished_all_groups")
+        else "request_finished",
         "reset_cache",
         "set_xfer_handshake_metadata_pp_aware",
         "update_connector_output",

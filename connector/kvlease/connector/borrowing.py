@@ -159,6 +159,8 @@ class Borrowing:
                 self._core.probed(item.request_id, reachable=item.reachable)
 
     def _count(self, report: LoadReport) -> None:
+        if report.reason is not None:
+            self._core.read_failed(report.request_id, report.reason)
         story = self._stories.get(report.request_id)
         read = story.read if story else None
         instruments = self._instruments

@@ -26,11 +26,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def _log_as_the_engine_does() -> None:
+    """vLLM configures its own loggers only; kvlease's go where the operator looks."""
+    ours, theirs = logging.getLogger("kvlease"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
 class NixlConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not typed here
     """kvlease in a vLLM engine. Raises SettingsInvalid, with what to change, for an engine that it cannot serve."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_the_engine_does()
         given = vllm_config.kv_transfer_config.kv_connector_extra_config.get("kvlease", {})
         if not isinstance(given, dict):
             raise SettingsInvalid('kv_connector_extra_config["kvlease"] must be an object of settings')

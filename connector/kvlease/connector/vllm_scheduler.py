@@ -234,7 +234,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         if self._borrowing is None or not _plain(request):
             return
         params = self._params(request)
-        if params is None or not (request.kv_transfer_params or {}).get("do_remote_decode"):
+        if params is None or (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return
         self._borrowing.arrived(
             ArrivedRequest(

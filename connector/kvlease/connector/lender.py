@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,6 +48,10 @@ from kvlease.registry.values import (
 
 LAPSES_PER_TICK: Final = 8
 """Deadlines handled in one tick: a mass expiry is spread over steps instead of stalling one."""
+
+
+_STALE_DEADLINES: Final = 64
+"""Entries of the heap that may be stale beyond one for each lease before it is rebuilt."""
 
 
 class LoanRefused(ValueError):
@@ -147,10 +150,6 @@ class LeaseHolder:
         lapsed = len(self._lapsed)
         return {LeaseState.LIVE: len(self._held) - lapsed, LeaseState.LAPSED: lapsed}.get(state, 0)
 
-    def publications(self) -> Iterator[Publication]:
-        """Every lease held, as last published."""
-        return (held.publication for held in self._held.values())
-
     # -- commands -------------------------------------------------------------------------------------------------
 
     def lend(self, loan: Loan, now_ms: int) -> list[Effect]:
@@ -217,7 +216,7 @@ class LeaseHolder:
         )
         self._held[loan.lease_id] = _Held(publication, blocks, slot, LeaseState.LIVE, deadline_ms)
         self._live_blocks += len(blocks)
-        heapq.heappush(self._deadlines, (deadline_ms, loan.lease_id))
+        self._schedule(deadline_ms, loan.lease_id)
         if loan.conversation is not None:
             self._by_conversation.setdefault((loan.tenant, loan.conversation), set()).add(loan.lease_id)
         effects.append(WriteSeal(slot=slot, value=self._value, record_hash=record_hash(record)))
@@ -240,7 +239,7 @@ class LeaseHolder:
             held.state = LeaseState.LIVE
             self._live_blocks += len(held.blocks)
         held.deadline_ms = max(held.deadline_ms, now_ms + (ttl_ms or self._terms.ttl_ms))
-        heapq.heappush(self._deadlines, (held.deadline_ms, lease_id))
+        self._schedule(held.deadline_ms, lease_id)
         effects.append(AnnounceRenewed(lease_id=lease_id, deadline_ms=held.deadline_ms, publication=held.publication))
         return effects
 
@@ -307,6 +306,13 @@ class LeaseHolder:
                 return held
             heapq.heappop(self._deadlines)
         return None
+
+    def _schedule(self, deadline_ms: int, lease_id: LeaseId) -> None:
+        """Puts a live lease's deadline in the heap, which is rebuilt when most of it is stale: renewals have no end."""
+        heapq.heappush(self._deadlines, (deadline_ms, lease_id))
+        if len(self._deadlines) > 2 * len(self._held) + _STALE_DEADLINES:
+            self._deadlines = [(h.deadline_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE]
+            heapq.heapify(self._deadlines)
 
     def _supersede(self, loan: Loan) -> list[Effect]:
         if loan.conversation is None:
@@ -382,6 +388,6 @@ class LeaseHolder:
         for lease_id, held in self._held.items():
             if held.state is LeaseState.LAPSED:
                 assert all(lease_id in self._watched.get(block, ()) for block in held.blocks)
-        assert all(
-            h.state is not LeaseState.LIVE or (h.deadline_ms, i) in self._deadlines for i, h in self._held.items()
-        ), "a live lease has no deadline entry"
+        due = {(h.deadline_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE}
+        assert due.issubset(self._deadlines), "a live lease has no deadline entry"
+        assert len(self._deadlines) <= 2 * self._terms.slots + _STALE_DEADLINES + 1, "stale deadlines pile up"

@@ -312,11 +312,18 @@ async def test_a_replaced_session_stops() -> None:
         assert registry.sessions.empty()
 
 
-async def test_a_silent_registry_is_left() -> None:
-    limits = SessionLimits(backoff_first_ms=10, backoff_cap_ms=50, silence_ms=400, welcome_timeout_ms=400)
+async def test_a_registry_that_never_welcomes_is_left() -> None:
+    limits = SessionLimits(backoff_first_ms=10, backoff_cap_ms=50, welcome_timeout_ms=50)
     async with peer() as registry, lending(registry.endpoint, limits) as lender:
         mute = await registry.session()
-        await soon(mute.closed.wait(), "the client to give up on a registry without a Welcome")
+        await soon(mute.closed.wait(), "the client to give up")
+        await registry.session()
+        assert lender.heard.events == []
+
+
+async def test_a_registry_that_falls_silent_is_left() -> None:
+    limits = SessionLimits(backoff_first_ms=10, backoff_cap_ms=50, silence_ms=1_500)
+    async with peer() as registry, lending(registry.endpoint, limits) as lender:
         stream = await registry.session()
         await greet(stream, interval_ms=10)
         await lender.hears("disconnected")
@@ -324,11 +331,11 @@ async def test_a_silent_registry_is_left() -> None:
 
 
 async def test_a_registry_that_keeps_acknowledging_is_kept() -> None:
-    limits = SessionLimits(backoff_first_ms=10, backoff_cap_ms=50, silence_ms=1_000)
+    limits = SessionLimits(backoff_first_ms=10, backoff_cap_ms=50, silence_ms=1_500)
     async with peer() as registry, lending(registry.endpoint, limits) as lender:
         stream = await registry.session()
-        await greet(stream, interval_ms=50)
-        for _ in range(30):  # longer than the silence that would end it
+        await greet(stream, interval_ms=100)
+        for _ in range(20):  # longer than the silence that would end it
             message = await stream.next()
             await acknowledge(stream, message.seq)
         assert ("disconnected",) not in lender.heard.events

@@ -225,7 +225,8 @@ class LenderSession:
                 return None
             if isinstance(error, REFUSALS):
                 self._listener.on_refused(error.reason.value, error.message)
-                pause_ms = max(retry_hint_ms(error) or 0, self._limits.refused_pause_ms)
+                # No longer than our own pause: what is in the way may go before the registry expects it to.
+                pause_ms = min(retry_hint_ms(error) or self._limits.refused_pause_ms, self._limits.refused_pause_ms)
                 pause_ms += int(self._fraction() * pause_ms / 2)
             else:
                 if (loop.time() - started) * 1000 >= self._limits.settled_ms:

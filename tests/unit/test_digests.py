@@ -1,4 +1,7 @@
-"""Digest chains: equal exactly where tokens, identity and fingerprint are equal, and in whole strides only."""
+"""Digest chains: equal exactly where tokens, identity and fingerprint are equal, and in whole strides only.
+
+The chain is compared with a naive one, and two chains with the tokens they were made of; no engine, no registry.
+"""
 
 from __future__ import annotations
 

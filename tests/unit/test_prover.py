@@ -1,4 +1,7 @@
-"""The proof: blocks, then seals; released exactly once; late exactly while the blocks may still land."""
+"""The proof: blocks, then seals; released exactly once; late exactly while the blocks may still land.
+
+The last test tries histories at random: nothing but blocks and then every seal, whole, makes a load good.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Quarantine: a late load's blocks are referred to once, until the last rank's READ can write no more."""
+"""Quarantine: a late load's blocks are referred to once, until the last rank's READ can write no more.
+
+References that go in come out again, each exactly once; what they protect from is shown by the simulation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Records: what a lender wrote comes back as it was, and nothing else comes back at all."""
+"""Records: what a lender wrote comes back as it was, and nothing else comes back at all.
+
+Whatever bytes arrive, `decode` answers with a consistent content or raises RecordInvalid, and nothing else.
+"""
 
 from __future__ import annotations
 

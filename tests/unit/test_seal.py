@@ -1,4 +1,7 @@
-"""The seal: layout of a slot, values that never repeat, and a verdict that accepts nothing but both words."""
+"""The seal: layout of a slot, values that never repeat, and a verdict that accepts nothing but both words.
+
+Bytes only; where the table lives and how it is read are tested with `seal_table` and on real agents.
+"""
 
 from __future__ import annotations
 

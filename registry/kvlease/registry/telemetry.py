@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 EXPORT_CLOSE_MS: Final = 3_000
 """How long `Tracing.close` may take to send what is left."""
+_GIVE_UP_S: Final = 1.0
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -32,17 +33,20 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """A part's tracer. `close` sends what is left, within EXPORT_CLOSE_MS."""
+    """A part's tracer, and how to stop it."""
 
-    __slots__ = ("_close", "tracer")
+    __slots__ = ("_stop", "tracer")
 
-    def __init__(self, tracer: Tracer, close: Callable[[], None]) -> None:
+    def __init__(self, tracer: Tracer, stop: Callable[[int], None]) -> None:
         self.tracer: Final = tracer
-        self._close = close
+        self._stop = stop
 
-    def close(self) -> None:
-        """Blocks; call it from a thread if an event loop is running."""
-        self._close()
+    def close(self, timeout_ms: int = EXPORT_CLOSE_MS) -> None:
+        """Send what is left, for `timeout_ms` at most; what is left then is lost.
+
+        Blocks; call it from a thread if an event loop is running.
+        """
+        self._stop(timeout_ms)
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +63,7 @@ def configure_tracing(service: str, *, otlp_endpoint: str | None = None) -> Trac
     resource attributes, sampler, batch sizes, headers, certificates) mean what OpenTelemetry says they mean.
     """
     if not (otlp_endpoint or _endpoint_in_environment()) or _switched_off():
-        return Tracing(NoOpTracerProvider().get_tracer("kvlease"), lambda: None)
+        return Tracing(NoOpTracerProvider().get_tracer("kvlease"), lambda timeout_ms: None)
     # Imported late: a part that does not trace need not pay for the SDK.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
@@ -73,14 +77,18 @@ def configure_tracing(service: str, *, otlp_endpoint: str | None = None) -> Trac
         else OTLPSpanExporter()
     )
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    processor = BatchSpanProcessor(exporter)
-    provider.add_span_processor(processor)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
 
-    def close() -> None:
-        processor.force_flush(EXPORT_CLOSE_MS)
-        provider.shutdown()
+    def stop(timeout_ms: int) -> None:
+        # The SDK's own flush and shutdown wait as long as the exporter retries, whatever bound they are given.
+        closing = threading.Thread(target=provider.shutdown, name="kvlease last spans", daemon=True)
+        closing.start()
+        closing.join(timeout_ms / 1000)
+        if closing.is_alive():
+            exporter.shutdown(timeout_millis=0)
+            closing.join(_GIVE_UP_S)
 
-    return Tracing(provider.get_tracer("kvlease"), close)
+    return Tracing(provider.get_tracer("kvlease"), stop)
 
 
 def _endpoint_in_environment() -> bool:

@@ -95,7 +95,7 @@ class PeerStream(Generic[Request, Response]):
             pumping.cancel()
             self.closed.set()
         if error is not None:
-            await abort(self._context, error)  # type: ignore[arg-type]
+            await abort(self._context, error)
 
 
 class Peer(RegistryServicer):
@@ -137,7 +137,7 @@ class Peer(RegistryServicer):
         self.requests.append(request)
         for answer in self.answers:
             if isinstance(answer, KvleaseError):
-                await abort(context, answer)  # type: ignore[arg-type]
+                await abort(context, answer)
             assert isinstance(answer, pb.WatchResponse)
             await context.write(answer)
         await asyncio.Event().wait()

@@ -1,4 +1,7 @@
-"""Backoff: doubling, capped, spread by the fraction, small again after a reset."""
+"""Backoff: doubling, capped, spread by the fraction, small again after a reset.
+
+Pure: no sleeping, and the randomness is the test's.
+"""
 
 from __future__ import annotations
 

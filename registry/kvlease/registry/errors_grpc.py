@@ -7,7 +7,7 @@ Invariant: what `encode_details` writes, `from_rpc_error` reads back as the same
 
 from __future__ import annotations
 
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -28,6 +28,9 @@ from kvlease.registry.errors import (
     Unauthenticated,
     retry_hint_ms,
 )
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 """Trailing metadata that carries a serialised google.rpc.Status, by gRPC's convention for rich errors."""
@@ -63,7 +66,7 @@ def encode_details(error: KvleaseError) -> bytes:
     return bytes(status.SerializeToString())
 
 
-async def abort(context: grpc.aio.ServicerContext[object, object], error: KvleaseError) -> NoReturn:
+async def abort(context: grpc.aio.ServicerContext[Request, Response], error: KvleaseError) -> NoReturn:
     """End the call with `error`. Raises grpc.aio.AbortError, which the servicer must let pass."""
     await context.abort(status_code(error), error.message, trailing_metadata=((DETAILS_KEY, encode_details(error)),))
     raise AssertionError("abort returned")

@@ -21,7 +21,7 @@ from openai import OpenAIError
 from rich.console import Console
 
 from tests.demo import story
-from tests.demo.conversation import GROWING, WARM_UP, Turn, differences, hold
+from tests.demo.conversation import GROWING, SHORT, WARM_UP, Turn, differences, hold
 from tests.demo.screen import Progress, Row, story_table, turn_table
 from tests.demo.spans import SeenSpan, SpanReceiver
 from tests.engines.children import ChildFailed
@@ -85,6 +85,8 @@ async def _hold_with_leases(console: Console, fleet: Fleet, receiver: SpanReceiv
     await receiver.wait(lambda spans: len(_last_turns(spans)) >= len(GROWING), SPAN_TIMEOUT_S)
     conversation = story.conversations(receiver.spans)[-1]
     await _end_conversation(fleet, conversation)
+    # A lender acts on an end in its next step; an idle one gets a step from a question too short to be lent.
+    await hold(fleet.router_url, SHORT, seed=SEED + 2, after_turn=_unseen)
     if not await receiver.wait(
         lambda spans: all(lease.ended for lease in story.lease_stories(spans, conversation)), END_TIMEOUT_S
     ):
@@ -95,6 +97,10 @@ async def _hold_with_leases(console: Console, fleet: Fleet, receiver: SpanReceiv
         reuses=[story.reuse_of(spans, trace_id) for trace_id in story.turns_of(spans, conversation)],
         stories=story.lease_stories(spans, conversation),
     )
+
+
+async def _unseen(_number: int, _turn: Turn) -> None:
+    """A turn that is not part of the comparison."""
 
 
 def _last_turns(spans: Sequence[SeenSpan]) -> list[str]:

@@ -26,6 +26,8 @@ GROWING: Final[Sizes] = (800, 800, 800, 800, 800, 800)
 """Words that the user adds in each turn; a word is a token."""
 WARM_UP: Final[Sizes] = (120, 120)
 """Two short turns: handshakes between engines and first uses are not what is to be measured."""
+SHORT: Final[Sizes] = (3,)
+"""With its answer less than a stride of 64 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,8 +79,8 @@ class Progress:
 
 def turn_table(rows: Sequence[Row]) -> Table:
     """Per turn: what was reused, and what that did to the time to first token."""
-    table = Table(title="Time to first token (TTFT), with leases and without; P's prefix cache is off in both")
-    for heading in ("turn", "prompt tokens", "reused", "read by NIXL", "TTFT with", "TTFT without", "ratio"):
+    table = Table(title="Time to first token, with leases and without (prefix cache of P off in both)")
+    for heading in ("turn", "prompt tokens", "reused", "read by NIXL", "with", "without", "ratio"):
         table.add_column(heading, justify="right")
     for row in rows:
         share = f" ({row.reused_tokens / row.prompt_tokens:.0%})" if row.reused_tokens else f" ({row.outcome})"
@@ -98,7 +98,7 @@ def turn_table(rows: Sequence[Row]) -> Table:
 
 def story_table(stories: Sequence[LeaseStory]) -> Table:
     """Each lease from publish to end, as the processes' own spans tell it."""
-    table = Table(title="The story of each lease, from OpenTelemetry spans")
+    table = Table(title="The story of each lease, told by OpenTelemetry spans")
     for heading in ("lease", "event", "in turn", "after", "what"):
         table.add_column(heading, justify="right" if heading in ("in turn", "after") else "left")
     for story in stories:

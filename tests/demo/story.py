@@ -135,7 +135,7 @@ def _told(span: SeenSpan) -> tuple[str, str] | None:
             return "read", f"{span.number('kvlease.bytes_read') / 2**20:.1f} MiB by NIXL in {span.ms:.1f} ms"
         case "prove":
             whole = span.text(OUTCOME) == BORROWED
-            verdict = "seal whole after the READ" if whole else f"refused: {span.text(OUTCOME)}"
+            verdict = "seal whole" if whole else f"refused: {span.text(OUTCOME)}"
             return ("proven" if whole else "refused"), f"{verdict}, {span.ms:.2f} ms"
         case "renew":
             return "renewed", span.text(OUTCOME)

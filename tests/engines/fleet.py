@@ -24,8 +24,8 @@ from tests.engines.engine import EngineSettings, Json, Role, engine_command, eng
 from tests.engines.model import CACHE, model_dir
 from tests.engines.openai_client import OpenAIClient, RefusedTurn
 
-READY_TIMEOUT_S: Final = 300.0
-"""Two engines, registry and router need about 60 s on two cores; a busy machine needs more."""
+READY_TIMEOUT_S: Final = 600.0
+"""Two engines, registry and router need 25-60 s on two cores; a busy machine needs much more."""
 PROBE_TIMEOUT_S: Final = 2.0
 REGISTRY: Final = "registry"
 ROUTER: Final = "router"

@@ -21,7 +21,7 @@ from tests.engines.logprobs import DifferentAnswers, assert_same, largest_differ
 from tests.engines.model import WORDS, model_dir
 from tests.engines.openai_client import PREFILL_ONLY, OpenAIClient, RefusedTurn, two_legs
 
-pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
 
 EXTERNAL_HITS = re.compile(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", re.MULTILINE)
 

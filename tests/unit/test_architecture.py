@@ -57,12 +57,7 @@ CORES_MAY_USE: Final = ("kvlease.v1.registry_pb2",)
 """Beside other cores: the messages a record consists of."""
 
 VENDORS: Final = frozenset({"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13"})
-ADAPTERS: Final = (
-    "kvlease.connector",
-    "kvlease.connector.connector",
-    "kvlease.connector.vllm_*",
-    "kvlease.connector.engine_facts",
-)
+ADAPTERS: Final = ("kvlease.connector.plugin", "kvlease.connector.engine_facts", "kvlease.connector.vllm_*")
 """The only modules that may know the engine."""
 
 VAGUE_NAMES: Final = frozenset({"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"})
@@ -183,4 +178,4 @@ def test_core_rule_can_fail(name: str) -> None:
 
 def test_vendor_rule_can_fail() -> None:
     assert list(vendor_faults("kvlease.connector.lender", ["vllm"]))
-    assert not list(vendor_faults("kvlease.connector", ["vllm"]))
+    assert not list(vendor_faults("kvlease.connector.plugin", ["vllm"]))

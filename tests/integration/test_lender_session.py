@@ -8,8 +8,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvlease.registry.errors import DeadlineExceeded, EngineIdInUse, InvalidRequest, SessionGap, SessionReplaced
-from kvlease.registry.lender_session import SessionLimits
+from kvlease.registry.client import RegistryClient
+from kvlease.registry.errors import (
+    DeadlineExceeded,
+    EngineIdInUse,
+    InvalidRequest,
+    RegistryUnavailable,
+    SessionGap,
+    SessionReplaced,
+)
+from kvlease.registry.lender_session import LenderSession, SessionLimits
 from kvlease.registry.values import (
     MAX_MESSAGE_BYTES,
     EndReason,
@@ -23,7 +31,10 @@ from kvlease.v1 import registry_pb2 as pb
 
 from tests.integration.lending_session import (
     ENGINE,
+    QUICK,
     SELDOM_MS,
+    Heard,
+    SteppedClock,
     acknowledge,
     greet,
     lending,
@@ -296,3 +307,16 @@ async def test_a_lease_that_breaks_a_limit_is_refused_at_the_door() -> None:
         with pytest.raises(InvalidRequest):
             lender.session.publish(publication("a", body=bytes(256 * 1024)))
         assert lender.session.leases == 0
+
+
+async def test_a_session_ends_with_its_client() -> None:
+    async with peer() as registry:
+        async with RegistryClient(registry.endpoint) as client:
+            session = LenderSession(client, ENGINE, clock=SteppedClock(0), listener=Heard(), limits=QUICK)
+            running = asyncio.create_task(session.run())
+            await open_session(registry)
+        with pytest.raises(RegistryUnavailable):
+            await soon(running, "run to end")
+        late = LenderSession(client, ENGINE, clock=SteppedClock(0), listener=Heard(), limits=QUICK)
+        with pytest.raises(RegistryUnavailable):
+            await late.run()

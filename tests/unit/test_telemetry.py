@@ -97,16 +97,20 @@ def test_spans_arrive_with_parent_link_and_service(through: str, monkeypatch: py
         assert services["service.name"] == "kvlease-test"
 
 
-def test_the_environment_can_name_the_service_and_switch_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_name_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as (endpoint, receiver):
         monkeypatch.setenv("OTEL_SERVICE_NAME", "by-environment")
         with configure_tracing("kvlease-test", otlp_endpoint=endpoint) as tracing:
             tracing.tracer.start_span("turn").end()
         attributes = receiver.requests[0].resource_spans[0].resource.attributes
         assert "by-environment" in {item.value.string_value for item in attributes}
-        monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-        with configure_tracing("kvlease-test", otlp_endpoint=endpoint) as tracing:
-            assert not tracing.tracer.start_span("turn").is_recording()
+
+
+@pytest.mark.parametrize(("name", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")])
+def test_the_environment_can_switch_tracing_off(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with configure_tracing("kvlease-test", otlp_endpoint="127.0.0.1:1") as tracing:
+        assert not tracing.tracer.start_span("turn").is_recording()
 
 
 @pytest.mark.parametrize("text", MALFORMED)

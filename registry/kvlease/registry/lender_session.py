@@ -175,7 +175,7 @@ class LenderSession:
         """Keep the session open until `goodbye` or cancellation.
 
         Raises SessionReplaced if another process runs as the same incarnation, and RegistryUnavailable if the client
-        is not open. Everything else that fails is tried
+        is not open or is closed under it. Everything else that fails is tried
         again: within about `backoff_cap_ms` if the registry is away, every `refused_pause_ms` or so if it refuses.
         """
         if self._keeper is not None:
@@ -214,7 +214,9 @@ class LenderSession:
         while not self._leaving:
             try:
                 await connected(channel, timeout_ms=self._limits.connect_timeout_ms, patient=True)
-            except RegistryUnavailable:
+            except RegistryUnavailable as away:
+                if channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN:
+                    return away
                 await asyncio.sleep(self._limits.backoff_first_ms / 1000)
                 continue
             started = loop.time()

@@ -14,10 +14,11 @@ VENV ?= .venv
 # Passed to every pip install. Where the default index has torch with CUDA (gigabytes), name an index with CPU builds:
 #   make demo PIP_ARGS='--extra-index-url URL'
 PIP_ARGS ?=
-# Seeds of `make sim`, and the first of them.
+# Seeds of `make sim`, the first of them, and processes to share them.
 SEEDS ?= 1000
 START ?= 0
-# With CHECK=1, bench and sim fail when a figure misses its budget.
+WORKERS ?= $(shell nproc)
+# With CHECK=1, `make bench` fails when a figure misses its budget.
 CHECK ?=
 # Passed to pytest: make test ARGS='-k router'
 ARGS ?=
@@ -45,12 +46,13 @@ demo: engines  ## a conversation on real engines, with leases and without; print
 	@$(PY) -m tests.demo
 
 .PHONY: bench
-bench: engines  ## latency and rate against a bare gRPC echo; CHECK=1 fails when a budget is missed
-	@$(PY) -m tests.bench $(if $(CHECK),--check)
+bench: engines  ## latency and rate against a bare gRPC echo, also as out/bench.json; CHECK=1 fails on a missed budget
+	@mkdir -p out
+	@$(PY) -m tests.bench --json out/bench.json $(if $(CHECK),--check)
 
 .PHONY: sim
-sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows every byte
-	@$(PY) -m tests.sim --seeds $(SEEDS) --start $(START) $(if $(CHECK),--check)
+sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows every byte; fails on a wrong one
+	@$(PY) -m tests.sim --seeds $(SEEDS) --start $(START) --workers $(WORKERS)
 
 ##@ Develop
 .PHONY: test

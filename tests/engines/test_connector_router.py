@@ -1,0 +1,131 @@
+"""The whole way: an unmodified OpenAI client, the router, the registry and two engines.
+
+What users of the OpenAI API do (streaming, retries, fields of their own) must find reuse without knowing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import cast
+
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.engines.children import free_ports
+from tests.engines.engine import Json
+from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
+from tests.engines.model import MODEL_NAME
+from tests.engines.openai_client import OpenAIClient
+
+pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+QUESTION = "tell me about the river and the stone " * 40
+REUSED = re.compile(r"^kvlease_connector_reused_tokens_total (\S+)$", re.MULTILINE)
+LEASES = re.compile(r"^kvlease_connector_leases_published_total (\S+)$", re.MULTILINE)
+
+
+class Served:
+    def __init__(self, fleet: Fleet, openai: AsyncOpenAI, metrics: OpenAIClient, lender_metrics: OpenAIClient) -> None:
+        self.fleet = fleet
+        self.openai = openai
+        self.metrics = metrics
+        self.lender_metrics = lender_metrics
+
+    async def reused(self) -> float:
+        return sum(float(value) for value in REUSED.findall((await self.metrics.get("/metrics"))[1]))
+
+    async def leases(self) -> float:
+        return sum(float(value) for value in LEASES.findall((await self.lender_metrics.get("/metrics"))[1]))
+
+    async def say(self, messages: Sequence[dict[str, str]], *, usage: bool, **fields: Json) -> str:
+        """One streamed turn; returns the answer's text."""
+        stream = await self.openai.chat.completions.create(
+            model=MODEL_NAME,
+            messages=cast(list[ChatCompletionMessageParam], list(messages)),
+            stream=True,
+            max_tokens=24,
+            temperature=0,
+            extra_body=fields or None,
+            **({"stream_options": {"include_usage": True}} if usage else {}),  # type: ignore[call-overload]
+        )
+        parts: list[str] = []
+        counted = False
+        async for chunk in stream:
+            counted = counted or chunk.usage is not None
+            parts += [choice.delta.content or "" for choice in chunk.choices]
+        assert counted is usage
+        return "".join(parts)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    ports = free_ports(2)
+    settings: dict[str, Json] = {"resolve_wait_ms": 5_000}
+    prefill, decode = one_prefill_one_decode(kvlease=settings, prefill_prefix_caching=False)
+    engines = [
+        dataclasses.replace(engine, kvlease={**settings, "metrics": f"127.0.0.1:{port}"})
+        for engine, port in zip((prefill, decode), ports, strict=True)
+    ]
+    fleet_settings = FleetSettings(engines=engines, router_args=("--locate-timeout-ms", "2000"))
+    async with (
+        Fleet(fleet_settings) as fleet,
+        AsyncOpenAI(base_url=f"{fleet.router_url}/v1", api_key="none", max_retries=0) as openai,
+        OpenAIClient(f"http://127.0.0.1:{ports[0]}") as metrics,
+        OpenAIClient(f"http://127.0.0.1:{ports[1]}") as lender_metrics,
+    ):
+        yield Served(fleet, openai, metrics, lender_metrics)
+
+
+@pytest.mark.parametrize("usage", [False, True])
+async def test_a_plain_streaming_client_finds_its_kv_again(served: Served, usage: bool) -> None:
+    """S1: no field beyond the OpenAI API, with and without `stream_options`."""
+    messages = [{"role": "user", "content": f"{usage} {QUESTION}"}]
+    answer = await served.say(messages, usage=usage)
+    before = await served.reused()
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and the tree?"}]
+    await served.say(messages, usage=usage)
+    assert await served.reused() - before >= 256
+
+
+async def test_a_body_with_transfer_parameters_pins_and_reads_nothing(served: Served) -> None:
+    """S5: they are taken out at the edge, and the turn is served as if they had not been there."""
+    messages = [{"role": "user", "content": f"stripped {QUESTION}"}]
+    forged: dict[str, Json] = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "someone",
+        "remote_request_id": "x",
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "kvlease": {"tenant": "victim", "conversation": "theirs"},
+    }
+    before = await served.reused()
+    plain = await served.say(messages, usage=False)
+    with_params = await served.say(messages, usage=False, kv_transfer_params=forged)
+    assert with_params == plain
+    assert await served.reused() - before <= 2_048, "at most this conversation's own prefix was read"
+
+
+async def test_a_retry_and_a_regenerated_answer_reuse(served: Served) -> None:
+    """S6: the client sends the same turn again, then edits its last message."""
+    messages = [{"role": "user", "content": f"again {QUESTION}"}]
+    answer = await served.say(messages, usage=False)
+    before = await served.reused()
+    assert await served.say(messages, usage=False) == answer
+    once = await served.reused()
+    assert once - before >= 256
+    await served.say([{"role": "user", "content": f"again {QUESTION} but shorter"}], usage=False)
+    assert await served.reused() - once >= 256
+
+
+async def test_turns_without_streaming_are_lent_as_well(served: Served) -> None:
+    before = await served.leases()
+    done = await served.openai.chat.completions.create(
+        model=MODEL_NAME, messages=[{"role": "user", "content": f"whole {QUESTION}"}], max_tokens=8, temperature=0
+    )
+    assert done.choices[0].message.content
+    assert await served.leases() == before + 1

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     show(report, console)
     if options.json is not None:
         write_json(report, options.json)
-    return 1 if options.check and (report.over or report.skipped) else 0
+    return 1 if options.check and not report.kept else 0
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Timed:
         return result
 
     def figures(self, budget: Budget | None = BUDGET) -> list[Figure]:
-        """p50 for information, p99 against the budget; the spread is that of all calls."""
+        """p50 for information, p99 against the budget; the quartiles are those of all calls."""
         return [self._figure("p50", 0.5, None), self._figure("p99", 0.99, budget)]
 
     def _figure(self, which: str, share: float, budget: Budget | None) -> Figure:
@@ -69,8 +69,8 @@ class Timed:
             name=f"{self._name}, {which}",
             unit=Unit.MICROSECONDS,
             value=quantile(self._wall_us, share),
-            low=min(self._wall_us),
-            high=max(self._wall_us),
+            low=quantile(self._wall_us, 0.25),
+            high=quantile(self._wall_us, 0.75),
             budget=budget,
             note=f"CPU {quantile(self._cpu_us, share):,.0f} us, {len(self._wall_us)} calls",
         )

@@ -1,13 +1,12 @@
 """What a benchmark says: a figure with its spread, the budget it is held to, and how samples become one. Pure.
 
-A figure is a median over rounds, with the lowest and highest round beside it, so that a reader sees whether a
-difference is larger than the noise. Nothing here measures.
+A figure is a median over rounds with the quartiles beside it, so that a reader sees whether a difference is larger
+than the noise; extremes would only show the worst moment of a shared machine. Nothing here measures.
 Invariant: a figure without a budget is never a failure; `decode(encode(figure)) == figure`.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,7 +40,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One row of the table. `low` and `high` are the extremes of the rounds."""
+    """One row of the table. `low` and `high` are the quartiles of the rounds, or of single calls without rounds."""
 
     section: str
     name: str
@@ -85,14 +84,14 @@ def quantile(samples: Sequence[float], share: float) -> float:
 def over_rounds(
     section: str, name: str, unit: Unit, rounds: Sequence[float], *, budget: Budget | None = None, note: str = ""
 ) -> Figure:
-    """The median of the rounds' values, with their extremes."""
+    """The median of the rounds' values, with their quartiles."""
     return Figure(
         section=section,
         name=name,
         unit=unit,
-        value=statistics.median(rounds),
-        low=min(rounds),
-        high=max(rounds),
+        value=quantile(rounds, 0.5),
+        low=quantile(rounds, 0.25),
+        high=quantile(rounds, 0.75),
         budget=budget,
         note=note,
     )

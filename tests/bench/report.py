@@ -41,6 +41,11 @@ class Report:
         """Figures that miss their budget."""
         return [figure for figure in self.figures if figure.verdict is Verdict.OVER]
 
+    @property
+    def kept(self) -> bool:
+        """Whether everything was measured, and every budget held."""
+        return not self.over and not self.skipped
+
 
 def write_json(report: Report, path: Path) -> None:
     """Raises OSError."""
@@ -61,7 +66,7 @@ def show(report: Report, console: Console) -> None:
     for section in dict.fromkeys(figure.section for figure in report.figures):
         table = Table(title=section, title_justify="left", title_style="bold", pad_edge=False, expand=False)
         table.add_column("what", overflow="fold")
-        for heading in ("figure", "from - to", "budget"):
+        for heading in ("figure", "quartiles", "budget"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("")
         table.add_column("note", style="dim", overflow="fold")

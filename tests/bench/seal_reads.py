@@ -111,8 +111,8 @@ def _figure(name: str, unit: Unit, samples: list[float], share: float, budget: B
         name=name,
         unit=unit,
         value=quantile(samples, share),
-        low=min(samples),
-        high=max(samples),
+        low=quantile(samples, 0.25),
+        high=quantile(samples, 0.75),
         budget=budget,
         note=f"{len(samples):,} samples",
     )

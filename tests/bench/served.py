@@ -78,6 +78,10 @@ class Program:
             if self._log is not None:
                 self._log.close()
 
+    @property
+    def pid(self) -> int:
+        return self._running.pid
+
     async def line(self, *, timeout_s: float = READY_S) -> object:
         """What it says next. Raises ProgramFailed."""
         stdout = self._running.stdout
@@ -100,7 +104,7 @@ class Program:
     def cpu_ns(self) -> int:
         """Processor time that all its threads have used so far, in nanoseconds. Linux only."""
         total = 0
-        for thread in Path(f"/proc/{self._running.pid}/task").iterdir():
+        for thread in Path(f"/proc/{self.pid}/task").iterdir():
             with contextlib.suppress(OSError):  # a thread that has just ended
                 total += int((thread / "schedstat").read_text().split()[0])
         return total

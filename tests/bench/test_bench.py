@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.bench.contest import Contestant, Role
+from tests.bench.echo_server import BYTES_SERVICE
 from tests.bench.effort import QUICK
 from tests.bench.figures import Unit, decode
 from tests.bench.payloads import Turns, engine
 from tests.bench.registry_sections import port_of
-from tests.bench.resolve_bench import ResolveBench
+from tests.bench.resolve_bench import ResolveBench, echo_of
 from tests.bench.served import REPOSITORY, Program, ProgramFailed
-from tests.bench.wire import AnswerTooShort, Wire
+from tests.bench.wire import AnswerTooShort, Script, Wire
 
 RUN_S = 220
 """Importing vLLM is most of a quick run: 10 s alone, minutes where every core is wanted by others."""
@@ -38,6 +39,10 @@ EXPECTED = (
     ("seal check", "tcp: post, READ, poll, verdict, p50"),
 )
 """Some of every part."""
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.nixl
@@ -61,7 +66,7 @@ def test_quick_run_has_every_part(tmp_path: Path) -> None:
     names = {(figure.section, figure.name) for figure in figures}
     assert len(names) == len(figures), "two figures of one name"
     assert not set(EXPECTED) - names
-    assert all(0 < figure.low <= figure.value <= figure.high for figure in figures)
+    assert all(0 < figure.low <= figure.high and figure.low <= figure.value for figure in figures)
     assert {figure.unit for figure in figures} == set(Unit)
     assert any(section in run.stdout for section, _ in EXPECTED)
 
@@ -85,6 +90,32 @@ async def test_leases_that_nobody_holds_end_the_run() -> None:
         unpublished = list(Turns(engine("nobody", seed=1), seed=1, deadline_ms=0).many(1_024, 4))
         with pytest.raises(AnswerTooShort, match="does not find"):
             await bench.run({"1k": unpublished})
+
+
+async def test_an_answer_that_is_too_short_ends_the_run() -> None:
+    async with AsyncExitStack() as stack:
+        echo = await stack.enter_async_context(Program("tests.bench.echo_server"))
+        wire = await stack.enter_async_context(Wire(await port_of(echo)))
+
+        def script(kind: str, least_bytes: int) -> Script:
+            requests = echo_of([bytes(100)], 50)
+            return Script(method=f"/{BYTES_SERVICE}/{kind}", requests=requests, least_bytes=least_bytes)
+
+        assert len(await wire.unary_latencies(script("Unary", 50), 2)) == 2
+        assert len(await wire.stream_latencies(script("Stream", 50), 2)) == 2
+        with pytest.raises(AnswerTooShort):
+            await wire.unary_latencies(script("Unary", 51), 2)
+        with pytest.raises(AnswerTooShort):
+            await wire.stream_latencies(script("Stream", 51), 2)
+
+
+async def test_leaving_a_program_ends_it() -> None:
+    async with Program("tests.bench.echo_server") as echo:
+        await port_of(echo)
+        pid = echo.pid
+        assert echo.cpu_ns() > 0
+        assert exists(pid)
+    assert not exists(pid)
 
 
 async def test_a_program_that_ends_is_reported_with_what_it_wrote() -> None:

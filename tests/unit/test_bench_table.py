@@ -23,6 +23,7 @@ from tests.bench.figures import (
     over_rounds,
     quantile,
 )
+from tests.bench.report import Report
 
 
 def figure(value: float, budget: Budget | None) -> Figure:
@@ -53,9 +54,9 @@ def test_no_samples_have_no_quantile() -> None:
         quantile([], 0.5)
 
 
-def test_rounds_give_median_and_extremes() -> None:
-    found = over_rounds("section", "name", Unit.MICROSECONDS, [9.0, 1.0, 2.0])
-    assert (found.value, found.low, found.high) == (2.0, 1.0, 9.0)
+def test_rounds_give_median_and_quartiles() -> None:
+    found = over_rounds("section", "name", Unit.MICROSECONDS, [900.0, 3.0, 1.0, 2.0, 4.0])
+    assert (found.value, found.low, found.high) == (3.0, 2.0, 4.0)
 
 
 def test_a_ratio_is_made_within_each_round() -> None:
@@ -65,6 +66,20 @@ def test_a_ratio_is_made_within_each_round() -> None:
         Role.REGISTRY: Outcome(per_second=[50.0, 5.0, 150.0]),
     }
     assert ratio("section", "name", outcomes, lambda outcome: outcome.per_second, Role.ECHO, None).value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("figures", "skipped", "kept"),
+    [
+        ([figure(1.0, at_most(1.0)), figure(9.0, None)], [], True),
+        ([figure(1.0, at_most(1.0)), figure(2.0, at_most(1.0))], [], False),
+        ([figure(1.0, at_most(1.0))], [("seals", "no NIXL")], False),
+    ],
+)
+def test_a_run_is_good_if_everything_was_measured_and_held(
+    figures: list[Figure], skipped: list[tuple[str, str]], kept: bool
+) -> None:
+    assert Report(quick=False, seconds=1.0, load=0.0, figures=figures, skipped=skipped).kept is kept
 
 
 @pytest.mark.parametrize("budget", [None, at_most(2.0), at_least(0.8)])

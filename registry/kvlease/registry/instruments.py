@@ -7,7 +7,8 @@ Invariant: every miss is counted with its reason; an operation that failed is no
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from kvlease.registry import metrics
@@ -111,7 +112,7 @@ class CountingStore:
             if isinstance(change, LeaseGone):
                 self._ends[change.reason].inc()
 
-    def others(self) -> AsyncGenerator[Batch, None]:
+    def others(self) -> AbstractAsyncContextManager[AsyncIterator[Batch]]:
         return self._inner.others()
 
 

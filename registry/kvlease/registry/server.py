@@ -102,6 +102,13 @@ class RegistryServer:
                 raise StartError(f"--metrics-listen {settings.metrics_listen}: {error.strerror or error}") from error
             self.metrics_port = endpoint.port
             stack.push_async_callback(asyncio.to_thread, endpoint.close)
+        calls = CallInterceptor(SERVICE, CallMetrics(self.metrics), join_traces=traced)
+        options = (*SERVER_OPTIONS, ("grpc.so_reuseport", 0))  # or a second registry would share the port unnoticed
+        server = grpc.aio.server(interceptors=[calls], options=options)
+        try:
+            self.port = server.add_insecure_port(settings.listen)
+        except RuntimeError as error:
+            raise StartError(f"--listen {settings.listen}: the address cannot be used (taken, or not ours)") from error
 
         table = LeaseTable(settings.table_limits(), revision=1 + secrets.randbits(REVISION_BITS))
         store = CountingStore(self._store, self.metrics)
@@ -117,9 +124,6 @@ class RegistryServer:
         service: RegistryService = CountingService(shell, self.metrics)
         if traced:
             service = TracedService(service, tracing.tracer)
-        calls = CallInterceptor(SERVICE, CallMetrics(self.metrics), join_traces=traced)
-        options = (*SERVER_OPTIONS, ("grpc.so_reuseport", 0))  # or a second registry would share the port unnoticed
-        server = grpc.aio.server(interceptors=[calls], options=options)
         welcome = pb.Welcome(
             heartbeat_interval_ms=settings.heartbeat_interval_ms,
             suspect_after_ms=settings.suspect_after_ms,
@@ -131,10 +135,6 @@ class RegistryServer:
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        try:
-            self.port = server.add_insecure_port(settings.listen)
-        except RuntimeError as error:
-            raise StartError(f"--listen {settings.listen}: the address cannot be used (taken, or not ours)") from error
         await server.start()
         stack.push_async_callback(_stop, server, health_servicer, shell)
         await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)

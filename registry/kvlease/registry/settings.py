@@ -43,31 +43,39 @@ class RegistrySettings(BaseSettings):
         cli_avoid_json=True,
     )
 
-    listen: str = Field("127.0.0.1:7411", description="HOST:PORT for gRPC; port 0 picks a free one")
-    metrics_listen: str = Field("127.0.0.1:7412", description='HOST:PORT for Prometheus, or "none"')
-    store: str = Field("memory", description='where changes are kept: "memory" (one registry; lenders present again)')
-    replica_id: str = Field("", description="name of this registry in logs and to lenders; random if not given")
-
-    heartbeat_interval_ms: Ms = Field(1_000, description="how often lenders are told to send a heartbeat")
-    suspect_after_ms: Ms = Field(_DEFAULTS.suspect_after_ms, description="a lender silent for so long is not resolved")
-    session_ttl_ms: Ms = Field(_DEFAULTS.session_ttl_ms, description="a lender silent for so long is lost")
-
-    max_engines: Count = Field(_DEFAULTS.max_engines, description="engines with a session")
-    max_tenants: Count = Field(_DEFAULTS.max_tenants, description="tenants with leases or aliases")
-    max_leases_per_engine: Count = Field(_DEFAULTS.max_leases_per_engine, description="leases of one engine")
-    max_leases_per_tenant: Count = Field(_DEFAULTS.max_leases_per_tenant, description="leases of one tenant")
-    max_blocks_per_tenant: int = Field(
-        _DEFAULTS.max_blocks_per_tenant, ge=0, description="blocks pinned for one tenant on all engines; 0: no limit"
+    listen: str = Field(default="127.0.0.1:7411", description="HOST:PORT for gRPC; port 0 picks a free one")
+    metrics_listen: str = Field(default="127.0.0.1:7412", description='HOST:PORT for Prometheus, or "none"')
+    store: str = Field(
+        default="memory", description='where changes are kept: "memory" (one registry; lenders present again)'
     )
-    max_branches: Count = Field(_DEFAULTS.max_branches, description="leases side by side in one conversation")
-    max_aliases_per_tenant: Count = Field(_DEFAULTS.max_aliases_per_tenant, description="aliases of one tenant")
-    max_watchers: Count = Field(1_024, description="open watches")
-    max_resolve_streams: Count = Field(4_096, description="open resolve streams")
-    keep_events: Count = Field(65_536, description="lease events kept: how far a watcher may fall behind")
+    replica_id: str = Field(default="", description="name of this registry in logs and to lenders; random if not given")
 
-    otlp_endpoint: str | None = Field(None, description="OTLP/gRPC endpoint for traces; OTEL_* variables apply too")
-    log_level: LogLevel = Field("info", description="least severe messages to log")
-    log_format: LogFormat = Field("text", description="one line of text or one JSON object per message")
+    heartbeat_interval_ms: Ms = Field(default=1_000, description="how often lenders are told to send a heartbeat")
+    suspect_after_ms: Ms = Field(
+        default=_DEFAULTS.suspect_after_ms, description="a lender silent for so long is not resolved"
+    )
+    session_ttl_ms: Ms = Field(default=_DEFAULTS.session_ttl_ms, description="a lender silent for so long is lost")
+
+    max_engines: Count = Field(default=_DEFAULTS.max_engines, description="engines with a session")
+    max_tenants: Count = Field(default=_DEFAULTS.max_tenants, description="tenants with leases or aliases")
+    max_leases_per_engine: Count = Field(default=_DEFAULTS.max_leases_per_engine, description="leases of one engine")
+    max_leases_per_tenant: Count = Field(default=_DEFAULTS.max_leases_per_tenant, description="leases of one tenant")
+    max_blocks_per_tenant: int = Field(
+        default=_DEFAULTS.max_blocks_per_tenant,
+        ge=0,
+        description="blocks pinned for one tenant on all engines; 0: no limit",
+    )
+    max_branches: Count = Field(default=_DEFAULTS.max_branches, description="leases side by side in one conversation")
+    max_aliases_per_tenant: Count = Field(default=_DEFAULTS.max_aliases_per_tenant, description="aliases of one tenant")
+    max_watchers: Count = Field(default=1_024, description="open watches")
+    max_resolve_streams: Count = Field(default=4_096, description="open resolve streams")
+    keep_events: Count = Field(default=65_536, description="lease events kept: how far a watcher may fall behind")
+
+    otlp_endpoint: str | None = Field(
+        default=None, description="OTLP/gRPC endpoint for traces; OTEL_* variables apply too"
+    )
+    log_level: LogLevel = Field(default="info", description="least severe messages to log")
+    log_format: LogFormat = Field(default="text", description="one line of text or one JSON object per message")
 
     @field_validator("listen", "metrics_listen")
     @classmethod

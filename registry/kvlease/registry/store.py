@@ -8,8 +8,9 @@ keep their order; a replica sees every batch of the others exactly once and none
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, Protocol, Self
 
 from kvlease.registry.errors import Compacted
 from kvlease.registry.table_changes import StoreChange
@@ -27,8 +28,8 @@ class Store(Protocol):
         """Keep `changes` as one batch. Raises RegistryUnavailable if they are not known to be kept; then repeat."""
         ...
 
-    def others(self) -> AsyncGenerator[Batch, None]:
-        """Batches of other replicas, from the first step of the generator on. Raises Compacted: load again."""
+    def others(self) -> AbstractAsyncContextManager[AsyncIterator[Batch]]:
+        """Batches of other replicas, from when the context is entered. Raises Compacted: load again."""
         ...
 
 
@@ -52,19 +53,19 @@ class MemoryStore:
             if watch.owner is not self:
                 watch.offer(batch)
 
-    async def others(self) -> AsyncGenerator[Batch, None]:
+    @asynccontextmanager
+    async def others(self) -> AsyncIterator[AsyncIterator[Batch]]:
         """See `Store`."""
         watch = _Watch(self)
         self._hub.watches.append(watch)
         try:
-            while True:
-                yield await watch.take()
+            yield watch
         finally:
             self._hub.watches.remove(watch)
 
 
 class _Watch:
-    """Batches on the way to one replica."""
+    """Batches on the way to one replica. An async iterator without an end."""
 
     __slots__ = ("_batches", "_overrun", "owner")
 
@@ -79,7 +80,10 @@ class _Watch:
         self._overrun = self._batches.qsize() >= MAX_BACKLOG
         self._batches.put_nowait(None if self._overrun else batch)
 
-    async def take(self) -> Batch:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Batch:
         batch = await self._batches.get()
         if batch is None:
             raise Compacted(f"more than {MAX_BACKLOG} batches behind")

@@ -22,8 +22,8 @@ TURN_TIMEOUT_S: Final = 120.0
 ANSWER_TOKENS: Final = 32
 
 Sizes = Sequence[int]
-GROWING: Final[Sizes] = (800, 800, 800, 800, 800, 800)
-"""Words that the user adds in each turn; a word is a token."""
+GROWING: Final[Sizes] = (2000, 600, 600, 600, 600, 600)
+"""Words that the user adds in each turn, a long text first and then questions; a word is a token."""
 WARM_UP: Final[Sizes] = (120, 120)
 """Two short turns: handshakes between engines and first uses are not what is to be measured."""
 SHORT: Final[Sizes] = (3,)

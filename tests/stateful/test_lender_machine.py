@@ -1,0 +1,351 @@
+"""The lease holder against a dict model, with a pool that hands blocks out as the engine's does.
+
+The model knows which leases there should be, in which state, until when, and who goes first under pressure; the pool
+and a seal table are driven by the effects alone, in the order given. Invariant checked after each step: a whole seal
+means that each block of its lease is referred to, or has not been handed out since it was given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan, LoanRefused, RankTable
+from kvlease.connector.lender_effects import (
+    Announce,
+    AnnounceEnded,
+    AnnounceLapsed,
+    AnnounceRenewed,
+    BreakSeal,
+    Effect,
+    Free,
+    Pin,
+    RefuseRenewal,
+    Unpin,
+    WriteSeal,
+)
+from kvlease.registry.values import (
+    DIGEST_BYTES,
+    ConversationId,
+    EndReason,
+    EngineId,
+    Incarnation,
+    LeaseId,
+    OnDeadline,
+    RenewStatus,
+    TenantId,
+)
+
+from tests.sim.pool import BlockPool
+
+BLOCKS: Final = 12
+TENANT: Final = TenantId("t")
+
+
+@dataclass(slots=True, kw_only=True)
+class Lease:
+    """What the model knows of one."""
+
+    blocks: tuple[int, ...]
+    text: str
+    conversation: str | None
+    deadline_ms: int
+    lapsed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Blocks that the engine holds for a request, and the tokens in them, a letter for each."""
+
+    text: str
+    blocks: tuple[int, ...]
+
+
+def chain(text: str) -> bytes:
+    return b"".join(text[: n + 1].encode().rjust(DIGEST_BYTES, b".") for n in range(len(text)))
+
+
+class LenderMachine(RuleBasedStateMachine):
+    turns = Bundle("turns")
+
+    @initialize(
+        slots=st.integers(1, 4),
+        max_blocks=st.integers(4, BLOCKS),
+        on_deadline=st.sampled_from(OnDeadline),
+        renewable=st.booleans(),
+    )
+    def start(self, slots: int, max_blocks: int, on_deadline: OnDeadline, renewable: bool) -> None:
+        self.terms = LenderTerms(
+            engine_id=EngineId("lender"),
+            incarnation=Incarnation(b"i" * 16),
+            fingerprint_hash=b"f" * 16,
+            block_tokens=8,
+            stride_tokens=8,
+            block_bytes=1,
+            tables=(RankTable(pp_rank=0, tp_rank=0, address=4_096),),
+            slots=slots,
+            max_blocks=max_blocks,
+            ttl_ms=100,
+            on_deadline=on_deadline,
+            renewable=renewable,
+        )
+        self.holder = LeaseHolder(self.terms, first_value=1 << 40)
+        self.pool = BlockPool(BLOCKS, caching=True)
+        self.model: dict[LeaseId, Lease] = {}
+        self.lapse_order: list[LeaseId] = []
+        self.seals: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Slot to the value in it and the blocks it speaks for; absent when broken."""
+        self.values: set[int] = set()
+        self.handed_out: dict[int, int] = {}
+        """Block to the number of its last hand-out."""
+        self.sealed_at: dict[int, int] = {}
+        self.hand_outs = 0
+        self.requests: dict[int, int] = {}
+        """References that requests hold on each block."""
+        self.now_ms = 0
+        self.numbers = 0
+
+    # -- the engine -----------------------------------------------------------------------------------------------
+
+    @rule(target=turns, text=st.text("ab", min_size=1, max_size=5))
+    def compute(self, text: str) -> object:
+        """A turn: the prefix that is cached is taken as it is, the rest in new blocks."""
+        keys = [int.from_bytes(text[: n + 1].encode()) for n in range(len(text))]
+        hits = self.pool.find(keys)
+        self.pool.touch(hits)
+        wanted = len(text) - len(hits)
+        if wanted > self.pool.free:
+            self.pool.give_back(hits)
+            return multiple()
+        taken = self._take(wanted)
+        for block, key in zip([*hits, *taken], keys, strict=True):
+            self.pool.cache(block, key)
+            self.requests[block] = self.requests.get(block, 0) + 1
+        return Turn(text=text, blocks=(*hits, *taken))
+
+    @rule(blocks=st.integers(1, BLOCKS))
+    def rush(self, blocks: int) -> None:
+        """A large request comes and goes."""
+        taken = self._take(min(blocks, self.pool.free))
+        self.pool.give_back(taken)
+
+    @rule(turn=consumes(turns))
+    def finish(self, turn: Turn) -> None:
+        for block in turn.blocks:
+            self.requests[block] -= 1
+        self.pool.give_back(reversed(turn.blocks))
+
+    # -- the holder -----------------------------------------------------------------------------------------------
+
+    @rule(turn=turns, conversation=st.sampled_from(["c", "d", None]), ttl_ms=st.sampled_from([None, 0, 30]))
+    def lend(self, turn: Turn, conversation: str | None, ttl_ms: int | None) -> None:
+        self.numbers += 1
+        lease_id = LeaseId(f"lease{self.numbers:03}")
+        loan = Loan(
+            lease_id=lease_id,
+            tenant=TENANT,
+            conversation=None if conversation is None else ConversationId(conversation),
+            digests=chain(turn.text),
+            block_ids=(turn.blocks,),
+            engine_params=b"",
+            ttl_ms=ttl_ms,
+        )
+        if len(turn.blocks) > self.terms.max_blocks:
+            try:
+                self.holder.lend(loan, self.now_ms)
+            except LoanRefused:
+                return
+            raise AssertionError("a loan over the limit was made")
+        expected = [
+            (other, EndReason.SUPERSEDED)
+            for other, lease in self.model.items()
+            if conversation is not None and lease.conversation == conversation and turn.text.startswith(lease.text)
+        ]
+        left = {other: lease for other, lease in self.model.items() if (other, EndReason.SUPERSEDED) not in expected}
+        expected += [(other, EndReason.PRESSURE) for other in self._room(left, len(turn.blocks))]
+        effects = self.holder.lend(loan, self.now_ms)
+        assert sorted(self._ends(effects)) == sorted(expected)
+        deadline_ms = self.now_ms + (self.terms.ttl_ms if ttl_ms is None else ttl_ms)
+        lease = Lease(blocks=turn.blocks, text=turn.text, conversation=conversation, deadline_ms=deadline_ms)
+        self._carry_out(effects, lease)
+        self.model[lease_id] = lease
+
+    @rule(data=st.data(), ttl_ms=st.sampled_from([0, 1, 500]))
+    def renew(self, data: st.DataObject, ttl_ms: int) -> None:
+        lease_id = data.draw(st.sampled_from([*self.model, LeaseId("unknown")]))
+        lease = self.model.get(lease_id)
+        effects = self.holder.renew(lease_id, ttl_ms, self.now_ms)
+        room = lease is None or not lease.lapsed or self._live() + len(lease.blocks) <= self.terms.max_blocks
+        if lease is None or not self.terms.renewable or not room:
+            status = RenewStatus.ENDED if lease is None else RenewStatus.DISABLED
+            status = status if lease is None or not self.terms.renewable else RenewStatus.PRESSURE
+            assert effects == [RefuseRenewal(lease_id=lease_id, status=status)]
+            return
+        if lease.lapsed:
+            lease.lapsed = False
+            self.lapse_order.remove(lease_id)
+        lease.deadline_ms = max(lease.deadline_ms, self.now_ms + (ttl_ms or self.terms.ttl_ms))
+        told = effects[-1]
+        assert isinstance(told, AnnounceRenewed)
+        assert told.deadline_ms == lease.deadline_ms
+        self._carry_out(effects)
+
+    @rule(data=st.data(), reason=st.sampled_from(EndReason))
+    def end(self, data: st.DataObject, reason: EndReason) -> None:
+        lease_id = data.draw(st.sampled_from([*self.model, LeaseId("unknown")]))
+        known = lease_id in self.model
+        effects = self.holder.end(lease_id, reason)
+        assert self._ends(effects) == ([(lease_id, reason)] if known else [])
+        self._carry_out(effects)
+
+    @rule()
+    def end_all(self) -> None:
+        everything = sorted((lease_id, EndReason.DRAINED) for lease_id in self.model)
+        effects = self.holder.end_all(EndReason.DRAINED)
+        assert sorted(self._ends(effects)) == everything
+        self._carry_out(effects)
+
+    @rule()
+    def lapse_all(self) -> None:
+        self._carry_out(self.holder.lapse_all())
+        assert all(lease.lapsed for lease in self.model.values())
+
+    @rule(wanted=st.integers(0, BLOCKS))
+    def relieve(self, wanted: int) -> None:
+        expected: list[tuple[LeaseId, EndReason]] = []
+        given = 0
+        for lease_id in self._by_deadline(self.model):
+            if given >= wanted:
+                break
+            given += len(self.model[lease_id].blocks)
+            expected.append((lease_id, EndReason.PRESSURE))
+        effects = self.holder.relieve(wanted)
+        assert self._ends(effects) == expected
+        self._carry_out(effects)
+
+    @rule(passed_ms=st.sampled_from([0, 1, 40, 200]), limit=st.sampled_from([1, 8]))
+    def tick(self, passed_ms: int, limit: int) -> None:
+        self.now_ms += passed_ms
+        due = [i for i in self._by_deadline(self.model) if self.model[i].deadline_ms <= self.now_ms][:limit]
+        effects = self.holder.tick(self.now_ms, limit)
+        if self.terms.on_deadline is OnDeadline.END:
+            assert self._ends(effects) == [(lease_id, EndReason.EXPIRED) for lease_id in due]
+        else:
+            assert [effect.lease_id for effect in effects if isinstance(effect, AnnounceLapsed)] == due
+        self._carry_out(effects)
+
+    # -- what must hold -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_holder_agrees_with_the_model(self) -> None:
+        if not hasattr(self, "holder"):
+            return
+        self.holder.check()
+        self.pool.check()
+        assert len(self.holder) == len(self.model) == len(self.seals)
+        assert all(lease_id in self.holder for lease_id in self.model)
+        assert self.holder.live_blocks == self._live()
+        nearest = next(iter(self._by_deadline(self.model)), None)
+        assert self.holder.next_deadline_ms() == (None if nearest is None else self.model[nearest].deadline_ms)
+
+    @invariant()
+    def references_are_exactly_those_of_requests_and_live_leases(self) -> None:
+        if not hasattr(self, "holder"):
+            return
+        expected = dict(self.requests)
+        for lease in self.model.values():
+            for block in () if lease.lapsed else lease.blocks:
+                expected[block] = expected.get(block, 0) + 1
+        assert all(self.pool.references(block) == expected.get(block, 0) for block in range(BLOCKS))
+
+    @invariant()
+    def a_whole_seal_speaks_for_untouched_blocks(self) -> None:
+        if not hasattr(self, "holder"):
+            return
+        for slot, (_, blocks) in self.seals.items():
+            assert all(self.handed_out[block] <= self.sealed_at[slot] for block in blocks)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> list[int]:
+        """Blocks from the pool, whose taker may write to them from now on."""
+        taken = self.pool.take(count)
+        for block in taken:
+            self.hand_outs += 1
+            self.handed_out[block] = self.hand_outs
+            for slot, (_, blocks) in self.seals.items():
+                assert block not in blocks, f"block {block} was handed out under the whole seal of slot {slot}"
+        return taken
+
+    def _carry_out(self, effects: Sequence[Effect], lease: Lease | None = None) -> None:
+        for effect in effects:
+            match effect:
+                case Pin(blocks=blocks):
+                    self.pool.touch(blocks)
+                case Free(blocks=blocks):
+                    self.pool.give_back(reversed(blocks))
+                case Unpin(blocks=blocks):
+                    self.pool.unpin(reversed(blocks), self._reused)
+                case WriteSeal(slot=slot, value=value):
+                    assert lease is not None
+                    assert slot not in self.seals, "a whole seal was written over"
+                    assert value not in self.values, "a value was used twice"
+                    self.values.add(value)
+                    self.seals[slot] = (value, lease.blocks)
+                    self.sealed_at[slot] = self.hand_outs
+                case BreakSeal(slot=slot):
+                    del self.seals[slot]
+                case AnnounceLapsed(lease_id=lease_id):
+                    self.model[lease_id].lapsed = True
+                    self.lapse_order.append(lease_id)
+                case AnnounceEnded(lease_id=lease_id):
+                    if self.model.pop(lease_id).lapsed:
+                        self.lapse_order.remove(lease_id)
+                case Announce() | AnnounceRenewed() | RefuseRenewal():
+                    pass
+
+    def _reused(self, block: int) -> None:
+        """The pool's one callback: every lapsed lease that lists the block must end, and no other."""
+        expected = sorted((i, EndReason.REUSED) for i, lease in self.model.items() if block in lease.blocks)
+        assert all(self.model[lease_id].lapsed for lease_id, _ in expected), "a live lease's block was handed out"
+        effects = self.holder.on_reuse(block)
+        assert sorted(self._ends(effects)) == expected
+        assert not any(isinstance(effect, Pin | Free | Unpin) for effect in effects)
+        self._carry_out(effects)
+
+    def _room(self, left: dict[LeaseId, Lease], blocks: int) -> list[LeaseId]:
+        """Who ends so that one more lease of so many blocks fits."""
+        gone: list[LeaseId] = []
+        if len(left) >= self.terms.slots:
+            lapsed = [lease_id for lease_id in self.lapse_order if lease_id in left]
+            gone.append(lapsed[0] if lapsed else self._by_deadline(left)[0])
+        live = {i: lease for i, lease in left.items() if not lease.lapsed and i not in gone}
+        excess = sum(len(lease.blocks) for lease in live.values()) + blocks - self.terms.max_blocks
+        for lease_id in self._by_deadline(live):
+            if excess <= 0:
+                break
+            excess -= len(live[lease_id].blocks)
+            gone.append(lease_id)
+        return gone
+
+    @staticmethod
+    def _by_deadline(leases: dict[LeaseId, Lease]) -> list[LeaseId]:
+        return sorted(
+            (lease_id for lease_id, lease in leases.items() if not lease.lapsed),
+            key=lambda lease_id: (leases[lease_id].deadline_ms, lease_id),
+        )
+
+    def _live(self) -> int:
+        return sum(len(lease.blocks) for lease in self.model.values() if not lease.lapsed)
+
+    @staticmethod
+    def _ends(effects: Sequence[Effect]) -> list[tuple[LeaseId, EndReason]]:
+        return [(effect.lease_id, effect.reason) for effect in effects if isinstance(effect, AnnounceEnded)]
+
+
+TestLender = LenderMachine.TestCase
+TestLender.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

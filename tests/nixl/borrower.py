@@ -34,6 +34,8 @@ LOCAL_BLOCKS: Final = 512
 OFFERS_AT_ONCE: Final = 6
 REPORT_EVERY_S: Final = 0.1
 IDLE_WAIT_S: Final = 0.0001
+RETRY_AFTER_S: Final = 0.05
+"""Without an answer for so long, a borrower with nothing to do tries its last records again."""
 LINGERING: Final = 0.25
 DRAIN_S: Final = 10.0
 OWN_VARIANT: Final = 1 << 40
@@ -111,7 +113,7 @@ class BorrowerProcess:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        report_at = time.monotonic()
+        report_at = retry_at = time.monotonic()
         while self.counts.reads < self._settings.reads or self._loads:
             moved = self._step()
             if not self._loads and not self._link.up and self._link.connect():
@@ -121,6 +123,10 @@ class BorrowerProcess:
                 if len(self._offers) < OFFERS_AT_ONCE // 2:
                     self._link.ask(OFFERS_AT_ONCE)
                 self._offers.extend(self._link.answers(0 if moved or self._offers else IDLE_WAIT_S))
+                if self._offers or self._loads:
+                    retry_at = time.monotonic() + RETRY_AFTER_S
+                elif time.monotonic() >= retry_at:
+                    self._offers.extend(self._remembered)
                 while self._offers and self._link.up and len(self._loads) < self._settings.in_flight:
                     if not self._begin(self._offers.popleft()):
                         break
@@ -349,10 +355,11 @@ class BorrowerProcess:
     def _look_after_late(self) -> None:
         """A late READ that is over, landed or not, can write no more: its blocks come back."""
         for load in list(self._late):
-            if state_of(self._agent, load.handle) == "PROC":
-                continue
+            if load.handle is not None:  # None: it had landed, and this borrower was too slow to say so in time
+                if state_of(self._agent, load.handle) == "PROC":
+                    continue
+                self._agent.release_xfer_handle(load.handle)
             self._late.remove(load)
-            self._agent.release_xfer_handle(load.handle)
             kept = self._quarantine.leave(load.request_id, 0)
             self.counts.late_over += 1
             self.counts.late_landed += bool(kept) and not self._blocks.poisoned(kept)

@@ -1,4 +1,4 @@
-"""What the pair's processes say to each other and to the test that started them, as frozen values.
+"""What the pair's processes say to each other and to the test that started them: frozen values, and running counts.
 
 No behaviour beyond encoding. Settings travel as JSON on the command line, counts and readiness as JSON lines on
 standard output, records over a Unix socket between lender and borrower; it stands where a deployment has the registry.

@@ -119,7 +119,7 @@ class Pair:
             block_bytes=self.settings.block_bytes,
         )
         await self._start("lender", "tests.nixl.lender", to_line(settings))
-        await self._wait(lambda: self.ready is not None, START_S, "the lender to lend")
+        await self._wait(lambda: self.ready is not None, START_S, "the lender")
         assert self.ready is not None
         return self.ready
 
@@ -158,7 +158,7 @@ class Pair:
 
     async def until(self, condition: Callable[[Counts], bool], timeout_s: float) -> Counts:
         """Waits until all borrowers together have come so far; raises PairFailed if time or a process ends before."""
-        await self._wait(lambda: condition(self.counts), timeout_s, f"the borrowers, who report {self.counts}")
+        await self._wait(lambda: condition(self.counts), timeout_s, "the borrowers")
         return self.counts
 
     async def finished(self, timeout_s: float) -> Counts:
@@ -167,7 +167,7 @@ class Pair:
         await self._wait(
             lambda: len(self._counts) == everybody and all(c.done for c in self._counts.values()),
             timeout_s,
-            "the borrowers to finish",
+            "the borrowers",
         )
         return self.counts
 
@@ -239,7 +239,8 @@ class Pair:
             await asyncio.wait_for(met(), timeout_s)
         except TimeoutError:
             logs = "\n".join(f"{name}:\n{self._tail(name)}" for name in self._running)
-            raise PairFailed(f"waited {timeout_s:.0f} s for {what}\n{logs}") from None
+            said = f"waited {timeout_s:.0f} s for {what}, who report {self.counts}\n{logs}"
+            raise PairFailed(said) from None
 
     def _log(self, name: str) -> Path:
         return Path(self._folder.name) / f"{name}.log"

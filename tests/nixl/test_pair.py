@@ -6,6 +6,8 @@ the same judge must see a wrong word; so the clean runs can fail.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvlease.connector.borrower import ComputeReason
 from kvlease.connector.seal_table import DIRECTORY, PREFIX
@@ -99,6 +101,7 @@ async def test_a_killed_lender_costs_its_reads_only() -> None:
             ),
             PATIENCE_S,
         )
+        await pair.until(lambda counts: counts.retired_seals == 0, PATIENCE_S)
     nothing_wrong(after)
 
 
@@ -106,7 +109,7 @@ async def stopped_over_the_limit(pair: Pair) -> Counts:
     """Stops the lender until READs are late, lets it go on, and waits until all of them are over."""
     before = await pair.until(lambda counts: counts.right >= 20, PATIENCE_S)
     await pair.stop_lender()
-    late = await pair.until(lambda counts: counts.late >= 2, PATIENCE_S)
+    late = await pair.until(lambda counts: counts.late >= 2 and counts.retired_seals >= 1, PATIENCE_S)
     pair.continue_lender()
     after = await pair.until(
         lambda counts: counts.late == counts.late_over and counts.right >= before.right + 50, PATIENCE_S
@@ -115,7 +118,7 @@ async def stopped_over_the_limit(pair: Pair) -> Counts:
     return after
 
 
-STOPPED = PairSettings(reads=ENDLESS, transport=Transport.TCP, borrowers=1, read_limit_ms=300)
+STOPPED = PairSettings(reads=ENDLESS, transport=Transport.TCP, borrowers=1, in_flight=16, read_limit_ms=300)
 
 
 async def test_a_late_read_lands_in_quarantine() -> None:
@@ -127,10 +130,7 @@ async def test_a_late_read_lands_in_quarantine() -> None:
 
 
 async def test_without_quarantine_a_late_read_overwrites_what_is_in_use() -> None:
-    settings = PairSettings(
-        reads=ENDLESS, transport=Transport.TCP, borrowers=1, read_limit_ms=300, fault=Fault.QUARANTINE_LEFT_OUT
-    )
-    async with Pair(settings) as pair:
+    async with Pair(replace(STOPPED, fault=Fault.QUARANTINE_LEFT_OUT)) as pair:
         await stopped_over_the_limit(pair)
         await pair.until(lambda counts: counts.wrong_in_use > 0, PATIENCE_S)
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from tests.demo import story
 from tests.demo.conversation import GROWING, SHORT, WARM_UP, Turn, differences, hold
 from tests.demo.screen import Progress, Row, story_table, turn_table
-from tests.demo.spans import SeenSpan, SpanReceiver
+from tests.demo.spans import SpanReceiver
 from tests.engines.children import ChildFailed
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 
@@ -31,8 +31,6 @@ SEED: Final = 7
 SPAN_TIMEOUT_S: Final = 10.0
 """Spans are exported every 200 ms."""
 END_TIMEOUT_S: Final = 10.0
-CONVERSATION_COUNT: Final = 2
-"""The warm-up and the one that is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,30 +80,27 @@ async def _hold_with_leases(console: Console, fleet: Fleet, receiver: SpanReceiv
     turns_before = len(WARM_UP)
     console.print("The conversation, with leases")
     turns = await hold(fleet.router_url, GROWING, seed=SEED, after_turn=lent)
-    await receiver.wait(lambda spans: len(_last_turns(spans)) >= len(GROWING), SPAN_TIMEOUT_S)
-    conversation = story.conversations(receiver.spans)[-1]
-    await _end_conversation(fleet, conversation)
+    await receiver.wait(lambda spans: len(story.turns(spans, skip=len(WARM_UP))) >= len(GROWING), SPAN_TIMEOUT_S)
+    measured = story.turns(receiver.spans, skip=len(WARM_UP))
+    traces = [turn.trace_id for turn in measured]
+    for conversation in dict.fromkeys(turn.text(story.CONVERSATION) for turn in measured):
+        await _end_conversation(fleet, conversation)
     # A lender acts on an end in its next step; an idle one gets a step from a question too short to be lent.
     await hold(fleet.router_url, SHORT, seed=SEED + 2, after_turn=_unseen)
     if not await receiver.wait(
-        lambda spans: all(lease.ended for lease in story.lease_stories(spans, conversation)), END_TIMEOUT_S
+        lambda spans: all(lease.ended for lease in story.lease_stories(spans, traces)), END_TIMEOUT_S
     ):
         console.print(f"  some leases had not ended after {END_TIMEOUT_S:.0f} s", style="red")
     spans = receiver.spans
     return Run(
         turns=turns,
-        reuses=[story.reuse_of(spans, trace_id) for trace_id in story.turns_of(spans, conversation)],
-        stories=story.lease_stories(spans, conversation),
+        reuses=[story.reuse_of(spans, trace_id) for trace_id in traces],
+        stories=story.lease_stories(spans, traces),
     )
 
 
 async def _unseen(_number: int, _turn: Turn) -> None:
     """A turn that is not part of the comparison."""
-
-
-def _last_turns(spans: Sequence[SeenSpan]) -> list[str]:
-    known = story.conversations(spans)
-    return story.turns_of(spans, known[-1]) if len(known) >= CONVERSATION_COUNT else []
 
 
 async def _end_conversation(fleet: Fleet, conversation: str) -> None:

@@ -6,7 +6,7 @@ or a span is wrong. Names of spans and attributes are those of the router and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,16 +61,12 @@ class LeaseStory:
         return any(event.what == "ended" for event in self.events)
 
 
-def conversations(spans: Iterable[SeenSpan]) -> list[str]:
-    """Ids of the conversations, in the order of their first turns."""
-    turns = sorted((span for span in spans if span.name == TURN), key=lambda span: span.start_ns)
-    return list(dict.fromkeys(span.text(CONVERSATION) for span in turns))
+def turns(spans: Iterable[SeenSpan], *, skip: int = 0) -> list[SeenSpan]:
+    """The router's spans of turns in order of time, without the first `skip`.
 
-
-def turns_of(spans: Iterable[SeenSpan], conversation: str) -> list[str]:
-    """Trace ids of a conversation's turns, in order."""
-    turns = [span for span in spans if span.name == TURN and span.text(CONVERSATION) == conversation]
-    return [span.trace_id for span in sorted(turns, key=lambda span: span.start_ns)]
+    By time and not by conversation: a router that is too busy to ask the registry takes a turn for a new conversation.
+    """
+    return sorted((span for span in spans if span.name == TURN), key=lambda span: span.start_ns)[skip:]
 
 
 def told_by_engines(spans: Iterable[SeenSpan]) -> list[SeenSpan]:
@@ -98,21 +94,21 @@ def reuse_of(spans: Iterable[SeenSpan], trace_id: str) -> Reuse:
     return Reuse(outcome=resolves[-1].text(OUTCOME)) if resolves else Reuse()
 
 
-def lease_stories(spans: Sequence[SeenSpan], conversation: str) -> list[LeaseStory]:
-    """Every lease that the conversation's turns published, in that order."""
-    turns = {trace_id: number for number, trace_id in enumerate(turns_of(spans, conversation), 1)}
+def lease_stories(spans: Sequence[SeenSpan], trace_ids: Sequence[str]) -> list[LeaseStory]:
+    """Every lease that these turns published, in that order; the first of them is turn 1."""
+    numbers = {trace_id: number for number, trace_id in enumerate(trace_ids, 1)}
     return [
         LeaseStory(
             lease_id=publish.text(LEASE),
-            turn=turns[publish.trace_id],
+            turn=numbers[publish.trace_id],
             tokens=publish.number("kvlease.tokens"),
-            events=tuple(_events(spans, publish, turns)),
+            events=tuple(_events(spans, publish, numbers)),
         )
-        for publish in published_in(spans, turns)
+        for publish in published_in(spans, trace_ids)
     ]
 
 
-def _events(spans: Iterable[SeenSpan], publish: SeenSpan, turns: dict[str, int]) -> Iterable[Event]:
+def _events(spans: Iterable[SeenSpan], publish: SeenSpan, numbers: Mapping[str, int]) -> Iterable[Event]:
     lease_id = publish.text(LEASE)
     mine = [span for span in told_by_engines(spans) if span.text(LEASE) == lease_id]
     for span in sorted(mine, key=lambda span: span.end_ns):
@@ -120,7 +116,7 @@ def _events(spans: Iterable[SeenSpan], publish: SeenSpan, turns: dict[str, int])
         if told is None:
             continue
         what, detail = told
-        turn = None if span.name == END else turns.get(span.trace_id)
+        turn = None if span.name == END else numbers.get(span.trace_id)
         yield Event(what=what, turn=turn, at_ms=(span.end_ns - publish.end_ns) / 1e6, detail=detail)
 
 

@@ -17,7 +17,7 @@ from tests.demo.__main__ import Run, rows, verdict
 from tests.demo.conversation import Turn, differences
 from tests.demo.screen import Progress, story_table, turn_table
 from tests.demo.spans import Attribute, SeenSpan, SpanReceiver
-from tests.demo.story import Reuse, conversations, lease_stories, reuse_of, turns_of
+from tests.demo.story import Reuse, lease_stories, reuse_of, turns
 
 CHAT: Final = "conversation-1"
 MS: Final = 1_000_000
@@ -52,9 +52,12 @@ SPANS: Final = [
 ]
 
 
-def test_conversations_and_turns_are_in_order_of_time() -> None:
-    assert conversations(SPANS) == ["conversation-0", CHAT]
-    assert turns_of(SPANS, CHAT) == ["t1", "t2"]
+TRACES: Final = ["t1", "t2"]
+
+
+def test_turns_are_in_order_of_time() -> None:
+    assert [turned.trace_id for turned in turns(SPANS)] == ["other", *TRACES]
+    assert [turned.trace_id for turned in turns(SPANS, skip=1)] == TRACES
 
 
 def test_reuse_of_a_turn() -> None:
@@ -67,7 +70,7 @@ def test_reuse_of_a_turn() -> None:
 
 
 def test_story_of_each_lease() -> None:
-    first, second = lease_stories(SPANS, CHAT)
+    first, second = lease_stories(SPANS, TRACES)
     assert [(event.what, event.turn, event.at_ms) for event in first.events] == [
         ("published", 1, 0.0),
         ("resolved", 2, 29.0),
@@ -81,7 +84,7 @@ def test_story_of_each_lease() -> None:
 
 
 def test_broken_seal_is_told_as_refused() -> None:
-    story, *_ = lease_stories([*SPANS, span("prove", "t2", 54, lease_id="L1", outcome="seal_broken")], CHAT)
+    story, *_ = lease_stories([*SPANS, span("prove", "t2", 54, lease_id="L1", outcome="seal_broken")], TRACES)
     assert "refused" in [event.what for event in story.events]
 
 
@@ -103,8 +106,8 @@ def good() -> Run:
     ended = [*SPANS, span("end", "t2", 99, lease_id="L2", end_reason="released")]
     return Run(
         turns=[turn(-1.0), turn(-2.0)],
-        reuses=[reuse_of(ended, trace) for trace in turns_of(ended, CHAT)],
-        stories=lease_stories(ended, CHAT),
+        reuses=[reuse_of(ended, trace) for trace in TRACES],
+        stories=lease_stories(ended, TRACES),
     )
 
 
@@ -114,7 +117,7 @@ def test_verdict() -> None:
     nothing = replace(good(), reuses=[Reuse(), Reuse(outcome="suspect")])
     assert verdict(nothing, plain) == ["turn 2 reused nothing: suspect"]
     assert verdict(replace(good(), reuses=[]), plain) == ["spans tell of 0 turns, the client had 2"]
-    assert verdict(replace(good(), stories=lease_stories(SPANS, CHAT)), plain) == ["lease L2 of turn 2 has no end"]
+    assert verdict(replace(good(), stories=lease_stories(SPANS, TRACES)), plain) == ["lease L2 of turn 2 has no end"]
     assert verdict(good(), replace(plain, turns=[turn(-1.0), turn(-2.5)]))
 
 

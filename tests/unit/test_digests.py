@@ -47,7 +47,7 @@ def test_two_chains_agree_on_exactly_the_common_whole_strides(
 def test_a_chain_equals_the_naive_one(tokens: list[int]) -> None:
     block_hashes = hashes(tokens)
     naive = b"".join(
-        hashlib.sha256(SEED + block_hashes[2 * stride + 1]).digest()[:DIGEST_BYTES]
+        bytes(a ^ b for a, b in zip(SEED[:DIGEST_BYTES], block_hashes[2 * stride + 1][:DIGEST_BYTES], strict=True))
         for stride in range(len(tokens) // 8)
     )
     assert digests(tokens) == naive
@@ -61,8 +61,13 @@ def test_a_chain_covers_no_token_past_those_that_count() -> None:
 
 
 def test_a_chain_is_bounded() -> None:
-    found = chain(SEED, [b"h"] * (MAX_DIGESTS + 5), hash_tokens=4, stride_tokens=4, tokens=4 * (MAX_DIGESTS + 5))
+    found = chain(SEED, [bytes(32)] * (MAX_DIGESTS + 5), hash_tokens=4, stride_tokens=4, tokens=4 * (MAX_DIGESTS + 5))
     assert len(found) == MAX_DIGESTS * DIGEST_BYTES
+
+
+def test_hashes_too_short_to_rest_on_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter than 16 bytes"):
+        chain(SEED, [bytes(8)] * 4, hash_tokens=4, stride_tokens=4, tokens=16)
 
 
 @pytest.mark.parametrize(

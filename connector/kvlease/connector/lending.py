@@ -12,6 +12,7 @@ import json
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,6 +41,7 @@ from kvlease.registry.clock import Clock
 from kvlease.registry.values import DIGEST_BYTES, EndReason, LeaseId, LeaseState, Publication
 
 POOL_REPORT_MS = 1_000
+IDS_AT_ONCE = 64
 log = logging.getLogger(__name__)
 
 
@@ -48,8 +50,6 @@ class Block(Protocol):
 
     @property
     def block_id(self) -> int: ...
-    @property
-    def is_null(self) -> bool: ...
 
 
 class Pool(Protocol):
@@ -57,6 +57,8 @@ class Pool(Protocol):
 
     @property
     def blocks(self) -> Sequence[Block]: ...
+    @property
+    def null_block(self) -> Block: ...
     @property
     def num_gpu_blocks(self) -> int: ...
     def get_num_free_blocks(self) -> int: ...
@@ -92,7 +94,10 @@ class Lending:
     ) -> None:
         self._terms = terms
         self._hash_tokens = hash_tokens
-        self._engine_params = engine_params
+        self._engine_params = json.dumps(engine_params).encode()[1:]
+        """The parameters that all leases share, as the rest of a JSON object."""
+        self._null_block = pool.null_block.block_id
+        self._ids: deque[LeaseId] = deque()
         self._pool = pool
         self._tables = tables
         self._link = link
@@ -122,17 +127,17 @@ class Lending:
             return None
         blocks = strides * terms.stride_tokens // terms.block_tokens
         block_ids = tuple(tuple(group[:blocks]) for group in turn.block_ids)
-        if any(self._pool.blocks[block].is_null for group in block_ids for block in group):
+        if any(self._null_block in group for group in block_ids):
             self._instruments.not_lent.labels("null_block").inc()
             return None
-        lease_id = LeaseId(secrets.token_hex(16))
+        lease_id = self._next_id()
         loan = Loan(
             lease_id=lease_id,
             tenant=params.tenant,
             conversation=params.conversation,
             digests=chain,
             block_ids=block_ids,
-            engine_params=json.dumps({**self._engine_params, "remote_request_id": f"kvl:{lease_id}"}).encode(),
+            engine_params=b'{"remote_request_id": "kvl:%b", %b' % (lease_id.encode(), self._engine_params),
             traceparent=params.traceparent,
             ttl_ms=None if params.ttl_ms is None else min(params.ttl_ms, terms.ttl_ms),
         )
@@ -247,6 +252,13 @@ class Lending:
                 ),
             )
         )
+
+    def _next_id(self) -> LeaseId:
+        """A random id; drawn many at a time, since each call for randomness is a system call."""
+        if not self._ids:
+            drawn = secrets.token_bytes(16 * IDS_AT_ONCE).hex()
+            self._ids.extend(LeaseId(drawn[start : start + 32]) for start in range(0, len(drawn), 32))
+        return self._ids.popleft()
 
     def _blocks(self, ids: Sequence[int]) -> list[Block]:
         every = self._pool.blocks

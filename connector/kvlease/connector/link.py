@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvlease.connector.borrower import ComputeReason
@@ -93,6 +94,9 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._in_flight = 0
+        self._engine: Engine | None = None
+        self._work: deque[Callable[[], object]] = deque()
+        self._woken = False
         self.answers: deque[Answer] = deque()
         """Taken by the engine's thread."""
         self.orders: deque[Order] = deque()
@@ -105,7 +109,7 @@ class Link:
 
     def lend_as(self, engine: Engine) -> None:
         """Opens the lender's session, once the engine knows all that it says about itself."""
-        self._call(self._open_session, engine)
+        self._call(self._lend_as, engine)
 
     def resolve(self, request_id: str, query: ResolveQuery) -> None:
         if self._in_flight >= MAX_RESOLVES_IN_FLIGHT:
@@ -143,8 +147,21 @@ class Link:
             self._thread.join(CLOSE_LIMIT_S)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine is going away
-            self._loop.call_soon_threadsafe(function, *args)
+        """One append; the loop is woken only if it does not know yet that there is work."""
+        self._work.append(partial(function, *args))
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the engine is going away
+                self._loop.call_soon_threadsafe(self._do_work)
+
+    def _do_work(self) -> None:
+        # Cleared before the queue is emptied: what is appended after the last look wakes the loop again.
+        self._woken = False
+        while self._work:
+            try:
+                self._work.popleft()()
+            except Exception:  # one piece of work must not take the others with it
+                log.exception("kvlease: a message to the registry or a span was lost")
 
     # -- in the thread ---------------------------------------------------------------------------------------------
 
@@ -160,6 +177,7 @@ class Link:
     async def _run(self) -> None:
         async with RegistryClient(self._settings.registry) as client, self._probe:
             self._client = client
+            self._open_session()
             await self._stop.wait()
             if self._session is not None:
                 with contextlib.suppress(KvleaseError, TimeoutError):
@@ -175,9 +193,14 @@ class Link:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _open_session(self, engine: Engine) -> None:
-        if self._client is not None and self._session is None:
-            self._session = LenderSession(self._client, engine, clock=self._clock, listener=self)
+    def _lend_as(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open_session()
+
+    def _open_session(self) -> None:
+        """Once there are both a client and an engine that lends."""
+        if self._client is not None and self._engine is not None and self._session is None:
+            self._session = LenderSession(self._client, self._engine, clock=self._clock, listener=self)
             self._spawn(self._keep_session(self._session))
 
     async def _keep_session(self, session: LenderSession) -> None:

@@ -6,12 +6,13 @@ The plain search looks at every lease; the table's answer must be as good, whate
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvlease.registry.errors import InvalidRequest, LimitReached
-from kvlease.registry.prefix_index import PrefixIndex
+from kvlease.registry.prefix_index import ROW_ENTRIES, PrefixIndex
 from kvlease.registry.table_limits import ALIAS_SWEEP_MS, SCAN_LIMIT, TableLimits
 from kvlease.registry.values import (
     Alias,
@@ -52,6 +53,28 @@ def test_nearest_gives_every_lease_in_order_of_its_common_prefix(
     expected = {str(i): _common(t, query) for i, t in enumerate(texts) if i not in removed and _common(t, query)}
     assert {lease_id: common for common, lease_id in found} == expected
     assert [common for common, _ in found] == sorted(expected.values(), reverse=True)
+
+
+def test_an_index_of_many_rows_stays_in_order_and_finds_the_best() -> None:
+    index, chance = PrefixIndex(), Random(7)
+    chains = ["".join(chance.choices("abc", k=chance.randint(1, 8))) for _ in range(5 * ROW_ENTRIES)]
+    for i, text in enumerate(chains):
+        index.add(chain(text), LeaseId(str(i)))
+    index.check()
+    gone = set(chance.sample(range(len(chains)), 3 * ROW_ENTRIES))
+    for i in gone:
+        index.remove(chain(chains[i]), LeaseId(str(i)))
+    index.check()
+    with pytest.raises(KeyError):
+        index.remove(chain(chains[min(gone)]), LeaseId(str(min(gone))))
+    left = [text for i, text in enumerate(chains) if i not in gone]
+    assert len(index) == len(left)
+    for query in ("".join(chance.choices("abc", k=8)) for _ in range(50)):
+        found = [common for common, _ in index.nearest(chain(query))]
+        assert found == sorted((n for t in left if (n := _common(t, query))), reverse=True)
+    for i in set(range(len(chains))) - gone:
+        index.remove(chain(chains[i]), LeaseId(str(i)))
+    assert list(index.nearest(chain("abc"))) == []
 
 
 def test_the_longest_prefix_wins_then_the_longest_time_left() -> None:

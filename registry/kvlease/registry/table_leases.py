@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 class HeldLease:
     """A lease in the table. `publication` never changes; the fields here do, and only `LeaseTable` changes them."""
 
-    __slots__ = ("deadline_ms", "generation", "holder", "lapsed", "publication", "used_ms")
+    __slots__ = ("deadline_ms", "ends_at_deadline", "generation", "holder", "lapsed", "publication", "used_ms")
 
     def __init__(self, publication: Publication, holder: EngineState, used_ms: int) -> None:
         self.publication = publication
         self.holder = holder
         self.deadline_ms = publication.deadline_ms
+        self.ends_at_deadline = publication.on_deadline is OnDeadline.END
         self.lapsed = has_lapsed(publication)
         self.generation = 0
         self.used_ms = used_ms
@@ -175,6 +176,7 @@ class LeaseIndex:
             pinned = sum(x.publication.block_count for x in leases if not x.lapsed)
             assert tenant.pinned_blocks == pinned, f"pinned blocks of {name}"
             chains = sorted((x.publication.record.digests, x.publication.lease_id) for x in leases)
+            tenant.prefixes.check()
             assert list(tenant.prefixes) == chains, f"prefixes of {name}"
             conversations: dict[ConversationId, set[LeaseId]] = {}
             for lease in leases:

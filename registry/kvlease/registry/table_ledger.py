@@ -60,11 +60,7 @@ class Ledger:
         holder = lease.holder
         if lease.generation < holder.valid_from:
             return holder.void_reason
-        if (
-            lease.publication.on_deadline is OnDeadline.END
-            and not lease.lapsed
-            and holder.remaining_ms(lease, now_ms) <= 0
-        ):
+        if lease.ends_at_deadline and holder.remaining_ms(lease, now_ms) <= 0:
             return EndReason.EXPIRED
         return None
 

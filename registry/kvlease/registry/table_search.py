@@ -24,6 +24,7 @@ from kvlease.registry.values import (
     Hit,
     LeaseFilter,
     LeaseId,
+    LeaseState,
     LeaseView,
     Located,
     Miss,
@@ -144,17 +145,17 @@ class LeaseSearch:
             conversation=publication.conversation,
             record=publication.record,
             matched_strides=common,
-            state=self._ledger.state(lease, now_ms),
+            state=LeaseState.LAPSED if lease.lapsed or remaining_ms <= 0 else LeaseState.LIVE,
             remaining_ms=remaining_ms,
             traceparent=publication.traceparent,
         )
 
     def _refusal(self, lease: HeldLease, query: ResolveQuery, now_ms: int) -> Miss | None:
         """Why this lease may not be answered to this query, prefixes aside."""
+        holder, publication = lease.holder, lease.publication
         reason = self._ledger.end_due(lease, now_ms)
         if reason is not None:
             return Miss(reason=MissReason.ENDED, end_reason=reason)
-        holder, publication = lease.holder, lease.publication
         if holder.is_suspect(now_ms, self._suspect_after_ms):
             return _SUSPECT
         if query.fingerprint_hash and query.fingerprint_hash != publication.fingerprint_hash:

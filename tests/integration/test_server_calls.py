@@ -185,6 +185,18 @@ async def test_watchers_are_limited() -> None:
         assert refused.value.limit == "max_watchers"
 
 
+async def test_resolve_streams_are_limited() -> None:
+    async with registry(max_resolve_streams=1) as (server, client, _lender), raw_stub(server.endpoint) as stub:
+        query = ResolveQuery(tenant=TENANT, lease_id=LeaseId("a"))
+        assert isinstance(await client.resolve(query, timeout_ms=5_000), Hit)  # the client holds the one stream
+        second = stub.ResolveStream()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await second.read()
+        known = from_rpc_error(refused.value)
+        assert isinstance(known, LimitReached)
+        assert known.limit == "max_resolve_streams"
+
+
 async def test_health_and_reflection() -> None:
     async with registry() as (server, _, _lender), grpc.aio.insecure_channel(server.endpoint) as channel:
         health = health_pb2_grpc.HealthStub(channel)

@@ -1,4 +1,8 @@
-"""The metadata objects that carry kvlease's orders and reports inside vLLM's own. vLLM types stop here."""
+"""The metadata objects that carry kvlease's orders and reports inside vLLM's own.
+
+vLLM's types stop here: what is carried is plain values of `loads.py`. Both directions survive pickling to and from
+worker processes.
+"""
 
 from __future__ import annotations
 

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from kvlease.connector import digests, engine_facts, request_params
-from kvlease.connector.borrower import BorrowTerms, Compute, Read, Wait
+from kvlease.connector import engine_facts, request_params, vllm_startup
+from kvlease.connector.borrower import Compute, Read, Wait
 from kvlease.connector.borrowing import ArrivedRequest, Borrowing
 from kvlease.connector.instruments import Instruments
 from kvlease.connector.journal import Journal
-from kvlease.connector.lender import LenderTerms, RankTable
 from kvlease.connector.lending import FinishedTurn, Lending
 from kvlease.connector.link import Link
 from kvlease.connector.loads import LoadOrder
@@ -33,9 +31,8 @@ from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake,
 from kvlease.connector.vllm_side_channel import VllmSideChannel
 from kvlease.registry.clock import Clock
 from kvlease.registry.telemetry import configure_tracing, serve_metrics
-from kvlease.registry.values import EndReason, Engine, EngineId, Incarnation
+from kvlease.registry.values import EndReason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
-from vllm.version import __version__ as vllm_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,9 +94,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         if settings.metrics:
             host, _, port = settings.metrics.rpartition(":")
             self._metrics = serve_metrics(self._instruments.registry, host=host, port=int(port))
-        self._manager: Any = None
-        self._fingerprint = digests.fingerprint({})
-        self._hash_tokens = self._stride_tokens = 0
+        self._identity: vllm_startup.EngineIdentity | None = None
         self._lending: Lending | None = None
         self._borrowing: Borrowing | None = None
         self._receiving: set[str] = set()
@@ -111,31 +106,13 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
 
     def bind(self, kv_cache_manager: Any) -> None:
         """The engine's cache manager exists: digests and block references mean something from here on."""
-        self._manager = kv_cache_manager
-        pool = kv_cache_manager.block_pool
-        self._hash_tokens = int(pool.hash_block_size)
-        self._stride_tokens = digests.stride_for(int(self.block_size), self._hash_tokens, self._settings.stride_tokens)
-        self._fingerprint = digests.fingerprint(
-            engine_facts.fingerprint_fields(
-                self.vllm_config,
-                self._settings,
-                block_tokens=self.block_size,
-                hash_tokens=self._hash_tokens,
-                version=vllm_version,
-            )
-        )
+        self._identity = vllm_startup.identify(self.vllm_config, self._settings, kv_cache_manager, int(self.block_size))
         self._link.start()
         if self._borrows:
             self._borrowing = Borrowing(
-                BorrowTerms(
-                    fingerprint_hash=self._fingerprint.hash,
-                    block_tokens=self.block_size,
-                    stride_tokens=self._stride_tokens,
-                    wait_ms=self._settings.resolve_wait_ms,
-                    threshold_tokens=self.kv_recompute_threshold,
-                ),
-                hash_tokens=self._hash_tokens,
-                pool=pool,
+                vllm_startup.borrow_terms(self._identity, self._settings, self.kv_recompute_threshold),
+                hash_tokens=self._identity.hash_tokens,
+                pool=self._identity.pool,
                 link=self._link,
                 clock=self._clock,
                 instruments=self._instruments,
@@ -152,75 +129,24 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             self._start_lending(metadata)
 
     def _start_lending(self, metadata: dict[tuple[int, int], Any]) -> None:
-        tables: list[SealTable] = []
-        ranks: list[RankTable] = []
+        assert self._identity is not None
         try:
-            for (pp_rank, tp_rank), item in sorted(metadata.items()):
-                table = SealTable.attach(Path(item.seal_table))
-                tables.append(table)
-                ranks.append(RankTable(pp_rank=pp_rank, tp_rank=tp_rank, address=table.address))
+            tables = {rank: SealTable.attach(Path(item.seal_table)) for rank, item in sorted(metadata.items())}
         except SealTableUnavailable as error:
             log.error("kvlease: this engine lends nothing: %s", error)
             return
-        pool = self._manager.block_pool
-        incarnation = Incarnation(secrets.token_bytes(16))
-        terms = LenderTerms(
-            engine_id=EngineId(self.engine_id),
-            incarnation=incarnation,
-            fingerprint_hash=self._fingerprint.hash,
-            block_tokens=self.block_size,
-            stride_tokens=self._stride_tokens,
-            block_bytes=self._block_bytes(),
-            tables=tuple(ranks),
-            slots=min(table.slots for table in tables),
-            max_blocks=max(1, int(pool.num_gpu_blocks * self._settings.lease_share)),
-            ttl_ms=self._settings.lease_ttl_ms,
-            on_deadline=self._settings.on_deadline,
-            renewable=self._settings.renewable,
-        )
+        terms = vllm_startup.lender_terms(self, self._identity, self._settings, tables)
         self._lending = Lending(
             terms,
-            hash_tokens=self._hash_tokens,
-            engine_params=self._stock_params(),
-            pool=pool,
-            tables=tables,
+            hash_tokens=self._identity.hash_tokens,
+            engine_params=vllm_startup.stock_params(self),
+            pool=self._identity.pool,
+            tables=list(tables.values()),
             link=self._link,
             clock=self._clock,
             instruments=self._instruments,
         )
-        self._link.lend_as(
-            Engine(
-                engine_id=terms.engine_id,
-                incarnation=incarnation,
-                api_url=self._settings.api_url,
-                version=f"vllm {vllm_version}",
-                fingerprint=self._fingerprint,
-                labels=(
-                    ("lease_ttl_ms", str(terms.ttl_ms)),
-                    ("on_deadline", terms.on_deadline.value),
-                    ("side_channel", f"{self.side_channel_host}:{self.side_channel_port}"),
-                ),
-            )
-        )
-
-    def _stock_params(self) -> dict[str, object]:
-        """What stock's prefill side needs to read from this engine; the request id and the blocks differ by lease."""
-        parallel = self.vllm_config.parallel_config
-        return {
-            "remote_engine_id": self.engine_id,
-            "remote_host": self.side_channel_host,
-            "remote_port": self.side_channel_port,
-            "tp_size": self.transfer_tp_size,
-            "dcp_size": parallel.decode_context_parallel_size,
-            "pp_size": parallel.pipeline_parallel_size,
-            "transfer_mode": self._TRANSFER_MODE,
-        }
-
-    def _block_bytes(self) -> int:
-        """KV bytes of one block over all layers and ranks."""
-        spec = self.kv_cache_config.kv_cache_groups[0]
-        per_layer = int(spec.kv_cache_spec.page_size_bytes)
-        return per_layer * len(spec.layer_names) * int(self.transfer_tp_size)
+        self._link.lend_as(vllm_startup.lender(self, terms, self._identity, self._settings))
 
     # -- a request arrives, is admitted, ends ------------------------------------------------------------------------
 
@@ -339,7 +265,12 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             self._borrowing.forget(request_id)
         receiving = request_id in self._receiving
         self._receiving.discard(request_id)
-        if self._lending is None or receiving or (request.kv_transfer_params or {}).get("do_remote_decode"):
+        if (
+            self._lending is None
+            or self._identity is None
+            or receiving
+            or (request.kv_transfer_params or {}).get("do_remote_decode")
+        ):
             return
         params = self._params(request)
         if params is None:
@@ -351,7 +282,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             FinishedTurn(
                 params=params,
                 real_tokens=min(
-                    engine_facts.real_tokens(request, self._manager.coordinator.num_reprefillable_tokens),
+                    engine_facts.real_tokens(request, self._identity.reprefillable_tokens),
                     min(len(group) for group in block_ids) * self.block_size,
                 ),
                 block_hashes=request.block_hashes,

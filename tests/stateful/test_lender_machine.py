@@ -69,13 +69,17 @@ def chain(text: str) -> bytes:
     return b"".join(text[: n + 1].encode().rjust(DIGEST_BYTES, b".") for n in range(len(text)))
 
 
+texts = st.text("ab", min_size=1, max_size=4)
+conversations = st.sampled_from([None, "c", "d"])
+
+
 class LenderMachine(RuleBasedStateMachine):
     turns = Bundle("turns")
 
     @initialize(
-        slots=st.integers(1, 4),
-        max_blocks=st.integers(4, BLOCKS),
-        on_deadline=st.sampled_from(OnDeadline),
+        slots=st.sampled_from([6, 2, 1]),
+        max_blocks=st.sampled_from([2 * BLOCKS, 8, 4]),
+        on_deadline=st.sampled_from([OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END]),
         renewable=st.booleans(),
     )
     def start(self, slots: int, max_blocks: int, on_deadline: OnDeadline, renewable: bool) -> None:
@@ -97,8 +101,8 @@ class LenderMachine(RuleBasedStateMachine):
         self.pool = BlockPool(BLOCKS, caching=True)
         self.model: dict[LeaseId, Lease] = {}
         self.lapse_order: list[LeaseId] = []
-        self.seals: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Slot to the value in it and the blocks it speaks for; absent when broken."""
+        self.seals: dict[int, Lease] = {}
+        """Slot to the lease whose seal is whole there; absent when broken."""
         self.values: set[int] = set()
         self.handed_out: dict[int, int] = {}
         """Block to the number of its last hand-out."""
@@ -111,38 +115,69 @@ class LenderMachine(RuleBasedStateMachine):
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
-    @rule(target=turns, text=st.text("ab", min_size=1, max_size=5))
+    @rule(target=turns, text=texts)
     def compute(self, text: str) -> object:
-        """A turn: the prefix that is cached is taken as it is, the rest in new blocks."""
-        keys = [int.from_bytes(text[: n + 1].encode()) for n in range(len(text))]
-        hits = self.pool.find(keys)
-        self.pool.touch(hits)
-        wanted = len(text) - len(hits)
-        if wanted > self.pool.free:
-            self.pool.give_back(hits)
-            return multiple()
-        taken = self._take(wanted)
-        for block, key in zip([*hits, *taken], keys, strict=True):
-            self.pool.cache(block, key)
-            self.requests[block] = self.requests.get(block, 0) + 1
-        return Turn(text=text, blocks=(*hits, *taken))
+        """A turn that stays for a while."""
+        turn = self._compute(text)
+        return multiple() if turn is None else turn
 
-    @rule(blocks=st.integers(1, BLOCKS))
+    @rule(blocks=st.sampled_from([BLOCKS, 6, 2]))
     def rush(self, blocks: int) -> None:
         """A large request comes and goes."""
         taken = self._take(min(blocks, self.pool.free))
         self.pool.give_back(taken)
 
     @rule(turn=consumes(turns))
-    def finish(self, turn: Turn) -> None:
+    def leave(self, turn: Turn) -> None:
+        """It goes without lending anything."""
+        self._finish(turn)
+
+    @rule(turn=consumes(turns), conversation=conversations)
+    def lend_and_leave(self, turn: Turn, conversation: str | None) -> None:
+        self._lend(turn, conversation, None)
+        self._finish(turn)
+
+    @rule(text=texts, conversation=conversations, ttl_ms=st.sampled_from([None, 0, 30]))
+    def serve(self, text: str, conversation: str | None, ttl_ms: int | None) -> None:
+        """A turn from beginning to end."""
+        turn = self._compute(text)
+        if turn is not None:
+            self._lend(turn, conversation, ttl_ms)
+            self._finish(turn)
+
+    @rule(text=texts)
+    def fork(self, text: str) -> None:
+        """Two leases of the same blocks, both lapsed: what consecutive turns and forks come to."""
+        turn = self._compute(text)
+        if turn is not None:
+            self._lend(turn, "c", None)
+            self._lend(turn, "d", None)
+            self._carry_out(self.holder.lapse_all())
+            self._finish(turn)
+
+    def _compute(self, text: str) -> Turn | None:
+        """The prefix that is cached is taken as it is, the rest in new blocks."""
+        keys = [int.from_bytes(text[: n + 1].encode()) for n in range(len(text))]
+        hits = self.pool.find(keys)
+        self.pool.touch(hits)
+        wanted = len(text) - len(hits)
+        if wanted > self.pool.free:
+            self.pool.give_back(hits)
+            return None
+        taken = self._take(wanted)
+        for block, key in zip([*hits, *taken], keys, strict=True):
+            self.pool.cache(block, key)
+            self.requests[block] = self.requests.get(block, 0) + 1
+        return Turn(text=text, blocks=(*hits, *taken))
+
+    def _finish(self, turn: Turn) -> None:
         for block in turn.blocks:
             self.requests[block] -= 1
         self.pool.give_back(reversed(turn.blocks))
 
     # -- the holder -----------------------------------------------------------------------------------------------
 
-    @rule(turn=turns, conversation=st.sampled_from(["c", "d", None]), ttl_ms=st.sampled_from([None, 0, 30]))
-    def lend(self, turn: Turn, conversation: str | None, ttl_ms: int | None) -> None:
+    def _lend(self, turn: Turn, conversation: str | None, ttl_ms: int | None) -> None:
         self.numbers += 1
         lease_id = LeaseId(f"lease{self.numbers:03}")
         loan = Loan(
@@ -202,8 +237,10 @@ class LenderMachine(RuleBasedStateMachine):
         assert self._ends(effects) == ([(lease_id, reason)] if known else [])
         self._carry_out(effects)
 
-    @rule()
-    def end_all(self) -> None:
+    @rule(sure=st.integers(0, 3))
+    def end_all(self, sure: int) -> None:
+        if sure:
+            return
         everything = sorted((lease_id, EndReason.DRAINED) for lease_id in self.model)
         effects = self.holder.end_all(EndReason.DRAINED)
         assert sorted(self._ends(effects)) == everything
@@ -266,8 +303,8 @@ class LenderMachine(RuleBasedStateMachine):
     def a_whole_seal_speaks_for_untouched_blocks(self) -> None:
         if not hasattr(self, "holder"):
             return
-        for slot, (_, blocks) in self.seals.items():
-            assert all(self.handed_out[block] <= self.sealed_at[slot] for block in blocks)
+        for slot, lease in self.seals.items():
+            assert all(self.handed_out[block] <= self.sealed_at[slot] for block in lease.blocks)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -277,8 +314,8 @@ class LenderMachine(RuleBasedStateMachine):
         for block in taken:
             self.hand_outs += 1
             self.handed_out[block] = self.hand_outs
-            for slot, (_, blocks) in self.seals.items():
-                assert block not in blocks, f"block {block} was handed out under the whole seal of slot {slot}"
+            for slot, lease in self.seals.items():
+                assert block not in lease.blocks, f"block {block} was handed out under the whole seal of slot {slot}"
         return taken
 
     def _carry_out(self, effects: Sequence[Effect], lease: Lease | None = None) -> None:
@@ -288,6 +325,8 @@ class LenderMachine(RuleBasedStateMachine):
                     self.pool.touch(blocks)
                 case Free(blocks=blocks):
                     self.pool.give_back(reversed(blocks))
+                    for sealed in self.seals.values():  # broken before free, in the order given
+                        assert sealed.lapsed or all(map(self.pool.references, sealed.blocks))
                 case Unpin(blocks=blocks):
                     self.pool.unpin(reversed(blocks), self._reused)
                 case WriteSeal(slot=slot, value=value):
@@ -295,7 +334,7 @@ class LenderMachine(RuleBasedStateMachine):
                     assert slot not in self.seals, "a whole seal was written over"
                     assert value not in self.values, "a value was used twice"
                     self.values.add(value)
-                    self.seals[slot] = (value, lease.blocks)
+                    self.seals[slot] = lease
                     self.sealed_at[slot] = self.hand_outs
                 case BreakSeal(slot=slot):
                     del self.seals[slot]
@@ -348,4 +387,4 @@ class LenderMachine(RuleBasedStateMachine):
 
 
 TestLender = LenderMachine.TestCase
-TestLender.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLender.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -48,6 +48,7 @@ class Lender:
         self.engine = Engine(
             engine_id=EngineId(engine_id), incarnation=Incarnation(secrets.token_bytes(16)), api_url=api_url
         )
+        self.client = client
         self.clock = SystemClock()
         self.session = LenderSession(client, self.engine, clock=self.clock, listener=self)
         self.ended: list[tuple[LeaseId, EndReason]] = []

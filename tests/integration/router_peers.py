@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,3 +220,18 @@ async def fleet(
             await stack.enter_async_context(engine.serve())
         router = await stack.enter_async_context(routing(prefill, decode, *flags, tracer=tracer))
         yield router, await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+
+
+@contextmanager
+def full_listener() -> Iterator[socket.socket]:
+    """A listener whose queue is full, so that a connection to it stays half open until something is accepted."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        listener.setblocking(False)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield listener

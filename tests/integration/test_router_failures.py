@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 from aiohttp import web
 
@@ -20,6 +21,7 @@ from tests.integration.router_peers import (
     Engine,
     chunk,
     fleet,
+    full_listener,
     refused,
     routing,
     sample,
@@ -155,13 +157,16 @@ async def test_a_refusal_passes_through_unchanged(status: int) -> None:
 
 
 async def test_an_unreachable_decode_engine_costs_no_second_prefill() -> None:
+    """The blocks were not read, so the same handoff serves another engine."""
     prefill, good = Engine(), Engine()
-    # One of the two turns begins with the engine that is not there.
-    async with fleet([prefill], [unused_url(), good], "--health-interval-ms", "60000") as (router, http):
-        for _ in range(2):
+    with full_listener() as listener:  # no connection, and no answer to a probe that would warn of it
+        stalled = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        flags = ("--connect-timeout-ms", "50", "--health-timeout-ms", "60000")
+        async with fleet([prefill], [stalled, good], *flags) as (router, http):
             assert (await post(http, url(router), STREAM))[0] == 200
-        assert len(prefill.calls) == 2
-        assert [call.params for call in good.calls] == [prefill.handoff(1), prefill.handoff(2)]
+            assert sample(router, "kvlease_router_fallbacks_total", reason="decode_unreachable") == 1
+            assert [call.params for call in good.calls] == [prefill.handoff(1)]
+            assert len(prefill.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -260,8 +265,6 @@ async def test_an_event_that_was_cut_is_closed_before_the_error() -> None:
 
 
 async def test_the_openai_client_sees_a_broken_stream_as_an_error() -> None:
-    import openai
-
     prefill, decode = Engine(), Engine()
     decode.script = breaks_late
     async with prefill.serve(), decode.serve(), routing([prefill], [decode]) as router:

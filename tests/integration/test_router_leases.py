@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from kvlease.registry.server import RegistryServer
+from kvlease.registry.values import DEFAULT_TENANT
 from kvlease.router.server import RouterServer
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -210,7 +211,8 @@ async def test_health_names_decode_engines_that_do_not_lend() -> None:
                 pass
 
 
-async def test_a_lease_is_renewed_while_its_turn_waits_for_prefill() -> None:
+@pytest.mark.parametrize("on", [True, False])
+async def test_a_lease_is_renewed_while_its_turn_waits_for_prefill_if_so_set(on: bool) -> None:
     hold = asyncio.Event()
     prefill, decode = Engine(), Engine()
 
@@ -218,18 +220,24 @@ async def test_a_lease_is_renewed_while_its_turn_waits_for_prefill() -> None:
         await hold.wait()
         return prefill.prefilled()
 
+    def renewed() -> float:
+        return sample(router, "kvlease_router_renewals_total", status="renewed")
+
     prefill.script = script
-    for on in (True, False):
-        async with (
-            registry() as server,
-            fleet([prefill], [decode], *flags(server), "--renew" if on else "--no-renew") as (router, http),
-            lending(server, decode.url) as lender,
-        ):
-            lease_id = await lender.lend("c")
-            hold.clear()
-            waiting = asyncio.create_task(turn(http, router, body(ASK, conversation_id="c")))
-            if on:
-                await until(lambda lender=lender: bool(lender.renewals))  # type: ignore[misc]
-            hold.set()
-            await waiting
-            assert lender.renewals == ([lease_id] if on else [])
+    async with (
+        registry() as server,
+        fleet([prefill], [decode], *flags(server), "--renew" if on else "--no-renew") as (router, http),
+        lending(server, decode.url) as lender,
+    ):
+        lease_id = await lender.lend("c")
+        waiting = asyncio.create_task(turn(http, router, body(ASK, conversation_id="c")))
+        await prefill.received(1)
+        if on:
+            await until(lambda: renewed() == 1)
+            assert lender.renewals == [lease_id]
+        else:
+            for _ in range(3):  # as long as a renewal of the router's would have taken, three times
+                await lender.client.renew(DEFAULT_TENANT, lease_id)
+            assert renewed() == 0
+        hold.set()
+        await waiting

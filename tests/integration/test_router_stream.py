@@ -9,14 +9,26 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
+import openai
 from aiohttp import web
 from kvlease.router.routes import Role
 
-from tests.integration.router_peers import DONE, LIMIT_S, Call, Engine, chunk, fleet, routing, sample, until, url
+from tests.integration.router_peers import (
+    DONE,
+    LIMIT_S,
+    Call,
+    Engine,
+    chunk,
+    fleet,
+    full_listener,
+    routing,
+    sample,
+    until,
+    url,
+)
 
 BODY: dict[str, Any] = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -66,6 +78,25 @@ async def test_each_chunk_arrives_before_the_next_is_made_and_uncut() -> None:
                 turn.release()
             assert await next_chunk(answer.content) == b""
     assert seen == writes
+
+
+async def test_a_chunk_that_arrives_in_parts_goes_on_as_one() -> None:
+    whole = chunk({"content": "x" * 1000})
+
+    async def script(call: Call) -> web.StreamResponse:
+        response = await call.stream()
+        transport = call.request.transport
+        assert transport is not None
+        transport.write(b"%x\r\n" % len(whole) + whole[:500])
+        for _ in range(50):  # all parties share this loop: the router has read the first part by then
+            await asyncio.sleep(0)
+        transport.write(whole[500:] + b"\r\n")
+        return response
+
+    prefill, decode = Engine(), Engine()
+    decode.script = script
+    async with fleet([prefill], [decode]) as (router, http), http.post(url(router), json=BODY) as answer:
+        assert await next_chunk(answer.content) == whole
 
 
 async def test_the_head_is_not_sent_before_the_first_byte() -> None:
@@ -176,21 +207,6 @@ async def test_a_client_that_leaves_between_the_two_gives_the_prefill_back() -> 
     assert "messages" not in sent
 
 
-@contextlib.contextmanager
-def full_listener() -> Iterator[socket.socket]:
-    """A listener whose queue is full, so that a connection to it stays half open until something is accepted."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket())
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        listener.setblocking(False)
-        for _ in range(4):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(listener.getsockname())
-        yield listener
-
-
 async def test_an_engine_that_does_not_take_connections_is_unreachable() -> None:
     prefill = Engine()
     with full_listener() as listener:
@@ -267,8 +283,6 @@ async def test_a_body_that_does_not_arrive_is_refused() -> None:
 
 
 async def test_an_unmodified_openai_client_streams() -> None:
-    import openai
-
     prefill, decode = Engine(), Engine()
     async with prefill.serve(), decode.serve(), routing([prefill], [decode]) as router:
         client = openai.AsyncOpenAI(base_url=url(router, "/v1"), api_key="secret", max_retries=0)

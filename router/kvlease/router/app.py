@@ -204,7 +204,7 @@ class RouterApp:
             tried.add(target)
             try:
                 answer = await self._upstream.get(
-                    target, "/v1/models", headers, timeout_ms=self._settings.health_timeout_ms
+                    target, "/v1/models", headers, timeout_ms=self._settings.models_timeout_ms
                 )
             except EngineFailure:
                 continue

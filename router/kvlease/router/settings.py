@@ -62,6 +62,7 @@ class RouterSettings(BaseSettings):
     client_timeout_ms: Ms = Field(300_000, description="for a client to send its request, and to take in each chunk")
     locate_timeout_ms: Ms = Field(20, description="for the registry's answer at the start of a turn")
     registry_timeout_ms: Ms = Field(1_000, description="for any other call to the registry")
+    models_timeout_ms: Ms = Field(10_000, description="for a decode engine's list of models")
     health_interval_ms: Ms = Field(2_000, description="between two health probes of an engine")
     health_timeout_ms: Ms = Field(1_000, description="for the answer to a health probe")
     cooldown_ms: Ms = Field(5_000, description="an engine that failed a turn is avoided for this long")

@@ -230,6 +230,7 @@ class BorrowerParty(Party):
             turn.stage = Stage.RUNNING
 
     def _load(self, turn: BorrowerTurn, read: Read) -> None:
+        self._judge.expect(not turn.loads, Fault.READ_TWICE, turn.request_id)
         self.core.commit(turn.request_id)
         turn.begun_ms, turn.paused_ms = self.world.now_ms, self.paused_ms
         remote = self._makings.remote_blocks(read, turn.computed)

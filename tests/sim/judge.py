@@ -23,6 +23,7 @@ class Fault(StrEnum):
     OVERWRITTEN = "a block in use was overwritten"
     WRITE_UNDER_SEAL = "a write under a whole seal"
     HELD_BACK = "a request was held back too long"
+    READ_TWICE = "a request read twice"
     UNFINISHED = "a request did not finish"
     LEAK = "blocks were not given back"
     STUCK = "the healed system does not work"

@@ -20,6 +20,7 @@ from kvlease.registry.values import (
     EndOrder,
     EngineId,
     Hit,
+    LeaseFilter,
     LeaseId,
     Miss,
     Record,
@@ -157,6 +158,12 @@ class RegistryParty(Registry):
         except KvleaseError:
             return
         self._carry_out(changes)
+
+    def known(self, engine_id: EngineId) -> list[LeaseId]:
+        """The leases of an engine that can be found here."""
+        wanted = LeaseFilter(engine_id=engine_id)
+        views, _ = self.table.list_leases(wanted, limit=10_000, now_ms=self._now_ms())
+        return [view.lease_id for view in views]
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvlease.registry.values import ConversationId, LeaseId, LeaseState, OnDeadline, TenantId
+from kvlease.registry.values import ConversationId, EngineId, LeaseId, LeaseState, OnDeadline, TenantId
 
 from tests.sim.borrower import BorrowerParty, BorrowerTurn
 from tests.sim.breaks import Straight
@@ -105,6 +105,8 @@ class Simulation:
         self._heal()
         self._come_to_rest()
         if not self.judge.violations:
+            self._agree()
+        if not self.judge.violations:
             self._borrow_clean()
         if not self.judge.violations:
             self._drain()
@@ -192,12 +194,22 @@ class Simulation:
             and all(lender.idle and not lender.holder.count(LeaseState.LIVE) for lender in self.lenders)
         )
 
+    def _agree(self) -> None:
+        """Once sessions are back, the registry knows of exactly the leases that the lenders hold."""
+        self.world.run(self.world.now_ms + self.plan.suspect_ms)
+        for lender in self.lenders:
+            known = self.registry.known(EngineId(lender.name))
+            self.judge.expect(
+                len(known) == len(lender.holder) and all(lease_id in lender.holder for lease_id in known),
+                Fault.STUCK,
+                f"{lender.name} holds {len(lender.holder)} leases, the registry knows of {sorted(known)}",
+            )
+
     def _borrow_clean(self) -> None:
         """With nothing wrong, a prompt that goes on from a finished turn borrows what is common."""
         lender = next((lender for lender in self.lenders if not lender.updated), None)
         if lender is None or (self.plan.on_deadline is OnDeadline.END and self.plan.ttl_ms < 60):
             return  # nothing to borrow from, or nothing for long enough
-        self.world.run(self.world.now_ms + self.plan.suspect_ms)  # sessions are back
         tenant, conversation = TenantId("clean"), ConversationId("clean")
         lent: list[LeaseId | None] = []
         lender.serve(

@@ -27,7 +27,7 @@ class Text:
 
     def block_hashes(self) -> list[bytes]:
         """What an engine hashes: one hash per whole block, covering all before it, whatever the model is."""
-        return [prefix.to_bytes(8, "big") for prefix in self.prefixes[BLOCK_TOKENS - 1 :: BLOCK_TOKENS]]
+        return [prefix.to_bytes(16, "big") for prefix in self.prefixes[BLOCK_TOKENS - 1 :: BLOCK_TOKENS]]
 
 
 class Tokens:

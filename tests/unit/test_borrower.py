@@ -37,8 +37,8 @@ TERMS = BorrowTerms(fingerprint_hash=FINGERPRINT, block_tokens=BLOCK, stride_tok
 
 def digests(strides: int, *, changed_at: int | None = None) -> bytes:
     """A chain of so many strides; from stride `changed_at` on, of other tokens."""
-    words = [bytes([s if changed_at is None or s < changed_at else 200 + s]) for s in range(strides)]
-    return chain(b"seed", words, hash_tokens=STRIDE, stride_tokens=STRIDE, tokens=strides * STRIDE)
+    words = [bytes([s if changed_at is None or s < changed_at else 200 + s]) * 16 for s in range(strides)]
+    return chain(bytes(range(32)), words, hash_tokens=STRIDE, stride_tokens=STRIDE, tokens=strides * STRIDE)
 
 
 def hit(strides: int = 4, *, changed_at: int | None = None, **changes: object) -> Hit:

@@ -89,6 +89,8 @@ class LeaseTerms:
     lease_id: LeaseId | None = None
     recompute_threshold: int | None = None
     """Tokens; overrides the connector's own `kv_recompute_threshold` for this turn."""
+    traceparent: str = ""
+    """W3C context of the turn: what the connectors do becomes part of its trace. Headers do not reach them."""
 
     def as_json(self) -> JsonObject:
         terms: JsonObject = {"tenant": self.tenant, "conversation": self.conversation}
@@ -96,6 +98,8 @@ class LeaseTerms:
             terms["lease_id"] = self.lease_id
         if self.recompute_threshold is not None:
             terms["recompute_threshold"] = self.recompute_threshold
+        if self.traceparent:
+            terms["traceparent"] = self.traceparent
         return terms
 
 

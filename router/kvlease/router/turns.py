@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvlease.registry.clock import Clock
-from kvlease.registry.telemetry import link_from_traceparent
+from kvlease.registry.telemetry import current_traceparent, link_from_traceparent
 from kvlease.registry.values import ConversationId, Located
 from kvlease.router.background import Background
 from kvlease.router.body import Endpoint, LeaseTerms
@@ -123,6 +123,7 @@ class Turns:
                 conversation=conversation,
                 lease_id=lease.lease_id if lease is not None else None,
                 recompute_threshold=self._settings.recompute_threshold,
+                traceparent=current_traceparent(),
             )
         return Turn(
             request=request,

@@ -27,6 +27,7 @@ from kvlease.registry.values import (
     EngineId,
     Hit,
     LeaseEvent,
+    LeaseEvents,
     LeaseEventType,
     LeaseFilter,
     LeaseId,
@@ -145,11 +146,25 @@ async def _events(client: RegistryClient, wanted: LeaseFilter, from_revision: in
 async def test_a_watch_from_a_list_misses_nothing_and_sees_nothing_twice() -> None:
     async with registry() as (_, client, lender):
         revision = (await client.list_leases()).revision
-        watching = asyncio.create_task(_events(client, LeaseFilter(), revision, 2))
-        await lender.publish(lease("b", "xyzz"))
-        events = await watching
-        kinds = [(x.type, x.lease.lease_id) for x in events]
-        assert kinds == [(LeaseEventType.PUBLISHED, "b"), (LeaseEventType.ENDED, "a")]
+        seen: list[tuple[LeaseEventType, str]] = []
+        async with asyncio.timeout(LIMIT_S), aclosing(client.watch(from_revision=revision)) as news:
+            assert await anext(news) == LeaseEvents(revision=revision)
+            for name, text in (("b", "xyzz"), ("c", "xyzzz")):
+                await lender.publish(lease(name, text))
+                expected = len(seen) + 2
+                while len(seen) < expected:
+                    seen.extend((x.type, x.lease.lease_id) for x in (await anext(news)).events)
+        published, ended = LeaseEventType.PUBLISHED, LeaseEventType.ENDED
+        assert seen == [(published, "b"), (ended, "a"), (published, "c"), (ended, "b")]
+
+
+async def test_a_watch_does_not_go_on_in_another_registrys_history() -> None:
+    async with registry() as (_, client, _lender):
+        revision = (await client.list_leases()).revision
+    async with registry() as (_, client, lender):
+        await lender.publish(*(lease(f"l{i}", f"{i}", conversation=f"c{i}") for i in range(3)))
+        with pytest.raises(Compacted):
+            await _events(client, LeaseFilter(), revision, 1)
 
 
 async def test_a_watch_is_filtered_and_resumed() -> None:

@@ -115,11 +115,13 @@ def test_silent_lenders_and_other_fingerprints_are_searched_past() -> None:
 
 def test_the_scan_is_bounded() -> None:
     story = Story()
-    lender = story.lender("d0")
-    lender.publish(*(lender.lease(f"l{i}", f"a{i:04}", conversation=None) for i in range(2 * SCAN_LIMIT)))
-    answer = story.resolve("ax")
-    assert isinstance(answer, Hit)
-    assert answer.matched_strides == 1
+    silent = story.lender("d0")
+    silent.publish(*(silent.lease(f"l{i}", f"ab{i:04}", conversation=None) for i in range(SCAN_LIMIT - 1)))
+    story.now_ms += TableLimits().suspect_after_ms
+    story.lender("d1").lend("good", "a", conversation="2")
+    assert story.found("abx") == "good"
+    silent.lend("one-more", "ab", conversation=None)
+    assert story.resolve("abx") == Miss(reason=MissReason.SUSPECT), "a lease beyond the limit is not looked for"
 
 
 def test_another_stride_matches_nothing() -> None:

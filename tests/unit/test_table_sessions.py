@@ -134,6 +134,17 @@ def test_the_loss_of_a_big_lender_is_worked_off_in_bounded_steps() -> None:
     assert len(story.table) == 0
 
 
+def test_watchers_are_told_of_a_silent_lender_in_bounded_steps() -> None:
+    story = Story()
+    lender = story.lender("d0")
+    many = 2 * TICK_WORK + 1
+    lender.publish(*(lender.lease(f"l{i}", f"{i:04}", conversation=None) for i in range(many)))
+    story.now_ms += SUSPECT_MS
+    for expected in (TICK_WORK, TICK_WORK, 1):
+        assert len(story.heard(story.table.tick(story.now_ms)).events) == expected
+    assert story.settle() == 0
+
+
 def test_a_lost_connection_ends_nothing_by_itself() -> None:
     story = Story()
     lender = story.lender("d0")

@@ -7,7 +7,7 @@ Invariant: every miss is counted with its reason; an operation that failed is no
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -123,11 +123,15 @@ class CallMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = metrics.REGISTRY_RPC_SECONDS.histogram(registry)
+        self._observe: dict[str, Callable[[float], None]] = {}
         self._errors = metrics.REGISTRY_ERRORS.counter(registry)
 
     def finished(self, rpc: str, seconds: float, reason: Reason | None) -> None:
         if rpc not in self._STREAMS:
-            self._seconds.labels(rpc).observe(seconds)
+            observe = self._observe.get(rpc)
+            if observe is None:  # a child is looked up under a lock: once for each rpc is enough
+                observe = self._observe[rpc] = self._seconds.labels(rpc).observe
+            observe(seconds)
         if reason is not None:
             self._errors.labels(rpc, reason.value).inc()
 

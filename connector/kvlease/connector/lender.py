@@ -150,6 +150,11 @@ class LeaseHolder:
         lapsed = len(self._lapsed)
         return {LeaseState.LIVE: len(self._held) - lapsed, LeaseState.LAPSED: lapsed}.get(state, 0)
 
+    def slot_of(self, lease_id: LeaseId) -> int | None:
+        """The lease's slot in the seal tables; None if it is not held. Safe to call from any thread."""
+        held = self._held.get(lease_id)
+        return None if held is None else held.slot
+
     # -- commands -------------------------------------------------------------------------------------------------
 
     def lend(self, loan: Loan, now_ms: int) -> list[Effect]:

@@ -106,6 +106,7 @@ class Lending:
         self._holder = LeaseHolder(terms, first_value=secrets.randbits(63) | 1)
         self._seeds = digests.Seeds(terms.fingerprint_hash)
         self._reported_ms = 0
+        link.break_seal = self._break_from_elsewhere
 
     def __len__(self) -> int:
         return len(self._holder)
@@ -196,6 +197,19 @@ class Lending:
         self.end_all(EndReason.DRAINED)
         for table in self._tables:
             table.break_all()
+
+    def _break_from_elsewhere(self, lease_id: LeaseId) -> bool:
+        """Called from the link's thread: one look-up and one store in each table, no change of the holder.
+
+        If the engine's thread ends this very lease and lends its slot anew in between, the new lease's seal breaks: a
+        READ of it is refused, which costs a prefill and is as safe as any other.
+        """
+        slot = self._holder.slot_of(lease_id)
+        if slot is None:
+            return False
+        for table in self._tables:
+            table.break_seal(slot)
+        return True
 
     def _on_reuse(self, block: Block) -> None:
         """Called by the pool while it hands `block` out: before anyone can write to it."""

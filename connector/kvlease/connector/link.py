@@ -97,6 +97,8 @@ class Link:
         self._engine: Engine | None = None
         self._work: deque[Callable[[], object]] = deque()
         self._woken = False
+        self.break_seal: Callable[[LeaseId], bool] | None = None
+        """Breaks a lease's seal from this thread, if the lease is held; set by the lender."""
         self.answers: deque[Answer] = deque()
         """Taken by the engine's thread."""
         self.orders: deque[Order] = deque()
@@ -237,6 +239,9 @@ class Link:
     # -- what the session reports ----------------------------------------------------------------------------------
 
     def on_end(self, lease_id: LeaseId, reason: EndReason) -> None:
+        """An idle engine takes no step: the seal is broken and the end told from here; blocks follow in its next step."""
+        if self.break_seal is not None and self.break_seal(lease_id):
+            self._with_session(lambda session: session.ended(lease_id, reason))
         self.orders.append(EndOrder(lease_id=lease_id, reason=reason))
 
     def on_renew(self, lease_id: LeaseId, ttl_ms: int) -> None:

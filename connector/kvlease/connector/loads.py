@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 
 from kvlease.connector.borrower import ComputeReason
 from kvlease.connector.seal import Proof
+from kvlease.registry.values import Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
     """To a worker, beside the READ's metadata: prove this load by these seals."""
 
+    incarnation: Incarnation
+    """Of the lender: what the worker knows of an earlier one must not be used."""
     proofs: tuple[Proof, ...]
 
 

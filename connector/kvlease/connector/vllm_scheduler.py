@@ -212,7 +212,12 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             **request_params.engine_params(read.engine_params),
             "remote_block_ids": tuple(list(group[first:last]) for group in read.block_ids),
         }
-        self._orders[request.request_id] = (params, local, tuple(first for _ in local), LoadOrder(proofs=read.proofs))
+        self._orders[request.request_id] = (
+            params,
+            local,
+            tuple(first for _ in local),
+            LoadOrder(incarnation=read.content.incarnation, proofs=read.proofs),
+        )
         self._borrowing.committed(request.request_id, read, tuple(block for group in local for block in group))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -21,6 +21,7 @@ from kvlease.connector.seal_table import SealTable, sweep
 from kvlease.connector.settings import ConnectorSettings
 from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake, attached_orders
 from kvlease.registry.clock import Clock
+from kvlease.registry.values import Incarnation
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
@@ -28,6 +29,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+NOBODY = Incarnation(b"")
+"""No lender's incarnation: the next READ shakes hands anew."""
 
 
 @dataclass(slots=True)
@@ -60,7 +64,10 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
         self._kvl_clock = clock
         self._kvl_prover = Prover(settings.read_limit_ms)
         self._kvl_loads: dict[str, _Load] = {}
-        self._kvl_late: dict[str, list[Any]] = {}
+        self._kvl_late: dict[str, tuple[str, list[Any]]] = {}
+        """Engine id and handles of READs given up, by request."""
+        self._kvl_incarnations: dict[str, Incarnation] = {}
+        """Which incarnation of a lender the handshake was made with."""
         self._kvl_reports = WorkerReports()
         self._kvl_table = None
         if lends:
@@ -97,11 +104,32 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
         super().start_load_kv(metadata)
 
     def _kvl_expect(self, request_id: str, order: LoadOrder, meta: ReqMeta) -> None:
+        self._kvl_meet(meta.remote.engine_id, order.incarnation)
         self._kvl_prover.posted(request_id, order.proofs, self._kvl_clock.now_ms())
         self._kvl_loads[request_id] = _Load(
             engine_id=meta.remote.engine_id,
             blocks=sum(len(group) for group in meta.local_block_ids),
             posted_ns=time.monotonic_ns(),
+        )
+
+    def _kvl_meet(self, engine_id: str, incarnation: Incarnation) -> None:
+        """Forgets what stock knows of a lender that was restarted, or whose last READ failed: it shakes hands again.
+
+        Stock keeps a peer by its engine id for ever, and every READ from a restarted one would fail.
+        """
+        known = self._kvl_incarnations.get(engine_id, incarnation)
+        if known != incarnation and engine_id in self._remote_agents:
+            if self._kvl_busy(engine_id):
+                return
+            self._cleanup_remote_engine(engine_id, log_eviction=False)
+        self._kvl_incarnations[engine_id] = incarnation
+
+    def _kvl_busy(self, engine_id: str) -> bool:
+        """Whether a READ from this engine may still be under way."""
+        return (
+            any(load.engine_id == engine_id for load in self._kvl_loads.values())
+            or any(engine == engine_id for engine, _ in self._kvl_late.values())
+            or any(meta.remote.engine_id == engine_id for meta in self._recving_metadata.values())
         )
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
@@ -173,7 +201,9 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
         for read in load.seals:
             assert self._kvl_reader is not None
             self._kvl_reader.give_up(read)
-        late = release.late and self._kvl_abandon(request_id)
+        late = release.late and self._kvl_abandon(request_id, load.engine_id)
+        if release.reason is ComputeReason.READ_FAILED:
+            self._kvl_incarnations[load.engine_id] = NOBODY
         results.finished_recving.add(request_id)
         if release.reason is not None:
             results.failed_recving.add(request_id)
@@ -196,20 +226,20 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
         """KV bytes of one of this rank's logical blocks."""
         return int(sum(self.block_len_per_layer)) * int(self._physical_blocks_per_logical_kv_block)
 
-    def _kvl_abandon(self, request_id: str) -> bool:
+    def _kvl_abandon(self, request_id: str, engine_id: str) -> bool:
         """Stops waiting for a READ over its limit; whether it may still write."""
         handles = self._recving_transfers.pop(request_id, [])
         self._recving_metadata.pop(request_id, None)
         self._recv_failures.discard(request_id)
         if handles:
-            self._kvl_late[request_id] = handles
+            self._kvl_late[request_id] = (engine_id, handles)
         return bool(handles)
 
     def _kvl_watch_late(self) -> None:
-        for request_id, handles in list(self._kvl_late.items()):
+        for request_id, (engine_id, handles) in list(self._kvl_late.items()):
             left = [handle for handle in handles if not self._kvl_over(request_id, handle)]
             if left:
-                self._kvl_late[request_id] = left
+                self._kvl_late[request_id] = (engine_id, left)
             else:
                 del self._kvl_late[request_id]
                 self._kvl_reports.landed_late.append((request_id, self.tp_rank))

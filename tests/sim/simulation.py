@@ -188,7 +188,7 @@ class Simulation:
 
     def _at_rest(self) -> bool:
         return (
-            all(party.up for party in self._parties)
+            all(party.up and party.paused_until_ms <= self.world.now_ms for party in self._parties)
             and all(chat.idle for chat in self.chats)
             and all(borrower.idle for borrower in self.borrowers)
             and all(lender.idle and not lender.holder.count(LeaseState.LIVE) for lender in self.lenders)

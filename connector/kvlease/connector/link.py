@@ -239,7 +239,7 @@ class Link:
     # -- what the session reports ----------------------------------------------------------------------------------
 
     def on_end(self, lease_id: LeaseId, reason: EndReason) -> None:
-        """An idle engine takes no step: the seal is broken and the end told from here; blocks follow in its next step."""
+        """An idle engine takes no step: the seal breaks and the end is told here; blocks follow in its next one."""
         if self.break_seal is not None and self.break_seal(lease_id):
             self._with_session(lambda session: session.ended(lease_id, reason))
         self.orders.append(EndOrder(lease_id=lease_id, reason=reason))

@@ -211,6 +211,8 @@ class TableMachine(RuleBasedStateMachine):
             for lease_id in [i for i, x in self.held.items() if x.engine == engine]:
                 self._end(lease_id, EndReason.LENDER_LOST)
         self._expire()
+        for text in ("a", "b", "ab", "ba"):  # what time changes shows in what is found
+            self.resolve_by_prefix(TenantId("t0"), text)
 
     # --- questions
 
@@ -336,4 +338,4 @@ def _content(lease: Publication) -> Publication:
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestTableMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -79,7 +79,11 @@ async def bench() -> AsyncIterator[Bench]:
     settings = {"resolve_wait_ms": 5_000, "read_limit_ms": READ_LIMIT_MS}
     prefill, decode = one_prefill_one_decode(kvlease=settings, prefill_prefix_caching=False)
     prefill = dataclasses.replace(prefill, kvlease={**settings, "metrics": metrics})
-    engines = [dataclasses.replace(e, connector_module="tests.engines.faulty") for e in (prefill, decode)]
+    # Over shared memory a READ needs nothing of the lender's process, not even that it runs.
+    engines = [
+        dataclasses.replace(e, connector_module="tests.engines.faulty", transports="tcp,self")
+        for e in (prefill, decode)
+    ]
     async with (
         Fleet(FleetSettings(engines=engines, router=False)) as fleet,
         OpenAIClient(fleet.prefill_url) as prefill_client,

@@ -152,3 +152,22 @@ async def test_without_a_registry_turns_are_computed_and_reuse_is_back_with_it(f
         if again.reused >= first.lent:
             return
     pytest.fail("the lender did not present its leases to the new registry")
+
+
+@pytest.mark.parametrize(("on_deadline", "afterwards"), [("end", False), ("lapse", True)])
+async def test_before_and_after_the_deadline(turns: Turns, on_deadline: str, afterwards: bool) -> None:
+    """T2, shortened to a ttl of 3 s, the lender busy: reuse before; after, only while lapsed blocks last."""
+    first = await turns.turn(ids(640, seed=100), ttl_ms=3_000, on_deadline=on_deadline)
+    prompt = [*first.history, *ids(20, seed=101)]
+    for wait_s, reused in ((1.0, True), (2.5, afterwards)):
+        await asyncio.sleep(wait_s)
+        await Turns(turns.prefill, turns.decode).turn(ids(100, seed=102))
+        answer = await turns.prefill.complete(
+            prompt,
+            max_tokens=1,
+            return_tokens_as_token_ids=True,
+            ignore_eos=True,
+            kv_transfer_params={"kvlease": {"conversation": turns.conversation}},
+        )
+        assert answer.cached_tokens == (first.lent if reused else 0)
+        assert_same(answer, await recompute(turns.prefill, prompt, max_tokens=1), f"{on_deadline} after {wait_s} s")

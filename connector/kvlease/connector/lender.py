@@ -100,6 +100,7 @@ class Loan:
     engine_params: bytes
     traceparent: str = ""
     ttl_ms: int | None = None
+    on_deadline: OnDeadline | None = None
 
 
 @dataclass(slots=True)
@@ -214,7 +215,7 @@ class LeaseHolder:
             block_count=len(blocks),
             size_bytes=len(blocks) * terms.block_bytes,
             deadline_ms=deadline_ms,
-            on_deadline=terms.on_deadline,
+            on_deadline=loan.on_deadline or terms.on_deadline,
             fingerprint_hash=terms.fingerprint_hash,
             record=record,
             traceparent=loan.traceparent,

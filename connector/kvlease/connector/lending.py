@@ -141,6 +141,7 @@ class Lending:
             engine_params=b'{"remote_request_id": "kvl:%b", %b' % (lease_id.encode(), self._engine_params),
             traceparent=params.traceparent,
             ttl_ms=None if params.ttl_ms is None else min(params.ttl_ms, terms.ttl_ms),
+            on_deadline=params.on_deadline,
         )
         try:
             effects = self._holder.lend(loan, self._clock.now_ms())

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvlease.registry.values import MAX_TRACEPARENT_CHARS, ConversationId, LeaseId, TenantId, is_id
+from kvlease.registry.values import MAX_TRACEPARENT_CHARS, ConversationId, LeaseId, OnDeadline, TenantId, is_id
 
 KEY = "kvlease"
 _NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -24,6 +24,8 @@ class RequestParams:
     recompute_threshold: int | None = None
     """Tokens; overrides the engine's `kv_recompute_threshold` for this request."""
     ttl_ms: int | None = None
+    """A shorter ttl than the lender's own, for the lease of this turn."""
+    on_deadline: OnDeadline | None = None
 
 
 def parse(params: Mapping[str, object] | None, default_tenant: TenantId) -> RequestParams | None:
@@ -44,6 +46,7 @@ def parse(params: Mapping[str, object] | None, default_tenant: TenantId) -> Requ
         traceparent=traceparent,
         recompute_threshold=_count(given, "recompute_threshold"),
         ttl_ms=_count(given, "ttl_ms"),
+        on_deadline=None if given.get("on_deadline") is None else OnDeadline(str(given["on_deadline"])),
     )
 
 

@@ -103,7 +103,7 @@ def draw(rng: random.Random) -> Plan:
         conversations=rng.choice((3, 4, 5)),
         tenants=rng.choice((1, 1, 2)),
         turns=7,
-        traffic=rng.choice((0, 8, 24)),
+        traffic=rng.choice((0, 8, 16)),
         edit=0.25,
         branch=0.5,
         anonymous=rng.choice((0.0, 0.5, 1.0)),

@@ -23,7 +23,10 @@ PARTS: Final = ("registry", "connector", "router")
 PACKAGES: Final = ("kvlease.registry", "kvlease.connector", "kvlease.router", "kvlease.cli")
 
 CORES: Final = (
-    *("kvlease.registry." + name for name in ("aliases", "engines", "errors", "prefix_index", "table*", "values")),
+    *(
+        "kvlease.registry." + name
+        for name in ("aliases", "engines", "errors", "lease_copy", "prefix_index", "table*", "values")
+    ),
     *("kvlease.connector." + name for name in ("borrower*", "digests", "lender*", "prover", "quarantine")),
     *("kvlease.connector." + name for name in ("record", "request_params", "seal")),
     *("kvlease.router." + name for name in ("answer", "body", "conversations", "errors", "routes", "sse")),

@@ -55,6 +55,7 @@ M = TypeVar("M", bound=Message)
 
 IDS = st.text("abcXYZ019._:@/+=-", min_size=1, max_size=128)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
+URLS = st.text(st.characters(codec="ascii"), max_size=40)
 PAIRS = st.dictionaries(TEXTS, TEXTS, max_size=16).map(lambda pairs: tuple(sorted(pairs.items())))
 SIXTEEN = st.binary(min_size=16, max_size=16)
 UINT32 = st.integers(0, 2**32 - 1)
@@ -70,7 +71,7 @@ ENGINES = st.builds(
     Engine,
     engine_id=IDS.map(EngineId),
     incarnation=SIXTEEN.map(Incarnation),
-    api_url=TEXTS,
+    api_url=URLS,
     version=TEXTS,
     fingerprint=FINGERPRINTS,
     labels=PAIRS,
@@ -106,6 +107,7 @@ LEASES = st.builds(
     end_reason=st.none() | st.sampled_from(EndReason),
     suspect=st.booleans(),
     traceparent=TRACEPARENTS,
+    api_url=URLS,
 )
 QUERIES = st.builds(
     ResolveQuery,

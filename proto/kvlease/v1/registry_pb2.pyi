@@ -476,6 +476,7 @@ class Lease(_message.Message):
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     SUSPECT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    API_URL_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     tenant: _builtins.str
     conversation: _builtins.str
@@ -498,6 +499,8 @@ class Lease(_message.Message):
     """the lender is silent: not resolved until it is heard again"""
     traceparent: _builtins.str
     """W3C context of the turn that lent; "" if not traced"""
+    api_url: _builtins.str
+    """of the lender, as in Engine; "" if not told"""
     def __init__(
         self,
         *,
@@ -515,10 +518,11 @@ class Lease(_message.Message):
         remaining_ms: _builtins.int = ...,
         suspect: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
+        api_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "conversation", b"conversation", "end_reason", b"end_reason", "engine_id", b"engine_id", "incarnation", b"incarnation", "lease_id", b"lease_id", "remaining_ms", b"remaining_ms", "size_bytes", b"size_bytes", "state", b"state", "stride_tokens", b"stride_tokens", "suspect", b"suspect", "tenant", b"tenant", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_url", b"api_url", "blocks", b"blocks", "conversation", b"conversation", "end_reason", b"end_reason", "engine_id", b"engine_id", "incarnation", b"incarnation", "lease_id", b"lease_id", "remaining_ms", b"remaining_ms", "size_bytes", b"size_bytes", "state", b"state", "stride_tokens", b"stride_tokens", "suspect", b"suspect", "tenant", b"tenant", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -558,7 +562,7 @@ class Engine(_message.Message):
     incarnation: _builtins.bytes
     """16 random bytes per start"""
     api_url: _builtins.str
-    """base URL of its OpenAI API, "" if not told; for routers"""
+    """base URL of its OpenAI API, ASCII, "" if not told; for routers"""
     version: _builtins.str
     """free text for operators: kvlease, vLLM and NIXL versions"""
     @_builtins.property
@@ -1684,8 +1688,11 @@ class WatchResponse(_message.Message):
 
     REVISION_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    NEWEST_REVISION_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """everything up to here has been delivered"""
+    newest_revision: _builtins.int
+    """the registry's when this was sent: a watcher with this revision is current. 0: not told"""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseEvent]:
         """may be empty: progress only"""
@@ -1695,10 +1702,11 @@ class WatchResponse(_message.Message):
         *,
         revision: _builtins.int = ...,
         events: _abc.Iterable[Global___LeaseEvent] | None = ...,
+        newest_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "newest_revision", b"newest_revision", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -176,7 +176,10 @@ class RegistryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Lease events from a revision on, filtered. The first message says which revision the stream starts after.
+        """Lease events from a revision on, filtered. The first message says which revision the stream starts after. A watcher
+        that hears nothing for 15 s should connect again: an idle registry says how far it has got every 5 s.
+        Guarantee: every event after that revision, once and in order, or the stream ends. An event says how the lease stood
+        then: to whoever catches up, `remaining_ms` is too long by as much as the event is old.
         Codes: OUT_OF_RANGE / COMPACTED if from_revision is older than what is kept, or the client fell behind: list again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

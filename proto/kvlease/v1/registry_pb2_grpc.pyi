@@ -96,7 +96,10 @@ class RegistryStub:
     Retry: safe.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_registry_pb2.WatchRequest, _registry_pb2.WatchResponse]
-    """Lease events from a revision on, filtered. The first message says which revision the stream starts after.
+    """Lease events from a revision on, filtered. The first message says which revision the stream starts after. A watcher
+    that hears nothing for 15 s should connect again: an idle registry says how far it has got every 5 s.
+    Guarantee: every event after that revision, once and in order, or the stream ends. An event says how the lease stood
+      then: to whoever catches up, `remaining_ms` is too long by as much as the event is old.
     Codes: OUT_OF_RANGE / COMPACTED if from_revision is older than what is kept, or the client fell behind: list again.
     """
     ListLeases: _grpc.UnaryUnaryMultiCallable[_registry_pb2.ListLeasesRequest, _registry_pb2.ListLeasesResponse]
@@ -158,7 +161,10 @@ class RegistryAsyncStub(RegistryStub):
     Retry: safe.
     """
     Watch: _aio.UnaryStreamMultiCallable[_registry_pb2.WatchRequest, _registry_pb2.WatchResponse]  # type: ignore[assignment]
-    """Lease events from a revision on, filtered. The first message says which revision the stream starts after.
+    """Lease events from a revision on, filtered. The first message says which revision the stream starts after. A watcher
+    that hears nothing for 15 s should connect again: an idle registry says how far it has got every 5 s.
+    Guarantee: every event after that revision, once and in order, or the stream ends. An event says how the lease stood
+      then: to whoever catches up, `remaining_ms` is too long by as much as the event is old.
     Codes: OUT_OF_RANGE / COMPACTED if from_revision is older than what is kept, or the client fell behind: list again.
     """
     ListLeases: _aio.UnaryUnaryMultiCallable[_registry_pb2.ListLeasesRequest, _registry_pb2.ListLeasesResponse]  # type: ignore[assignment]
@@ -271,7 +277,10 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_registry_pb2.WatchResponse], _abc.AsyncIterator[_registry_pb2.WatchResponse]]:
-        """Lease events from a revision on, filtered. The first message says which revision the stream starts after.
+        """Lease events from a revision on, filtered. The first message says which revision the stream starts after. A watcher
+        that hears nothing for 15 s should connect again: an idle registry says how far it has got every 5 s.
+        Guarantee: every event after that revision, once and in order, or the stream ends. An event says how the lease stood
+          then: to whoever catches up, `remaining_ms` is too long by as much as the event is old.
         Codes: OUT_OF_RANGE / COMPACTED if from_revision is older than what is kept, or the client fell behind: list again.
         """
 

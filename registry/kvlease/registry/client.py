@@ -300,7 +300,7 @@ class RegistryClient:
         try:
             while isinstance(message := await call.read(), pb.WatchResponse):
                 events = tuple(_decoded(decode_event, event) for event in message.events)
-                yield LeaseEvents(revision=message.revision, events=events)
+                yield LeaseEvents(revision=message.revision, events=events, newest=message.newest_revision)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         finally:

@@ -58,7 +58,7 @@ class ClientLimits:
     max_waiting: int = 16_384
     """Resolves without an answer; more are refused as Overloaded."""
     max_pages: int = 1_000
-    """Pages of one list: 10 million leases."""
+    """Pages of one list: a million leases, a thousand to a page."""
 
 
 def open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:

@@ -48,8 +48,8 @@ from kvlease.v1 import registry_pb2_grpc
 
 PROGRESS_S: Final = 5.0
 """A watcher hears at least this often, if only how far it has got."""
-PAGE_LEASES: Final = 5_000
-"""Leases in one answer at most, whatever was asked: with the longest ids they are below the message limit."""
+PAGE_LEASES: Final = 2_000
+"""Leases in one answer at most, whatever was asked: with the longest ids and URLs they are below the message limit."""
 
 _INVALID: Final = Miss(reason=MissReason.INVALID)
 _OVERLOADED: Final = Miss(reason=MissReason.OVERLOADED)
@@ -115,10 +115,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: WatchContext) -> None:  # type: ignore[override]
         with self._service.watch(decode_filter(request), request.from_revision) as watch:
-            await context.write(pb.WatchResponse(revision=watch.revision))
+            await context.write(pb.WatchResponse(revision=watch.revision, newest_revision=watch.newest))
             while (news := await watch.next(wait_s=PROGRESS_S)) is not None:
                 events = [encode_event(x) for x in news.events]
-                await context.write(pb.WatchResponse(revision=news.revision, events=events))
+                await context.write(
+                    pb.WatchResponse(revision=news.revision, events=events, newest_revision=news.newest)
+                )
 
     async def ListLeases(self, request: pb.ListLeasesRequest, context: Context) -> pb.ListLeasesResponse:
         limit = min(decode_page_size(request), PAGE_LEASES)

@@ -87,6 +87,7 @@ class Ledger:
             end_reason=end_reason,
             suspect=holder.is_suspect(now_ms, self.limits.suspect_after_ms),
             traceparent=publication.traceparent,
+            api_url=holder.engine.api_url,
         )
 
     def note(

@@ -210,6 +210,8 @@ class LeaseView:
     end_reason: EndReason | None = None
     suspect: bool = False
     traceparent: str = ""
+    api_url: str = ""
+    """Of the lender, "" if it did not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +300,8 @@ class LeaseEvents:
 
     revision: int
     events: tuple[LeaseEvent, ...] = ()
+    newest: int = 0
+    """The registry's revision when it sent this; 0: it did not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

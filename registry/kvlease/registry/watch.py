@@ -114,6 +114,11 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._log.leave()
 
+    @property
+    def newest(self) -> int:
+        """The log's revision: of the last event there is."""
+        return self._log.revision
+
     async def next(self, *, wait_s: float) -> LeaseEvents | None:
         """The next events that match, maybe none (then only `revision` is news); None if the registry is going away.
 
@@ -125,7 +130,7 @@ class Watch:
         if events:
             self.revision = events[-1].revision
         matching = tuple(event for event in events if self._matches(event))
-        return LeaseEvents(revision=self.revision, events=matching)
+        return LeaseEvents(revision=self.revision, events=matching, newest=self.newest)
 
     def _matches(self, event: LeaseEvent) -> bool:
         wanted, lease = self._wanted, event.lease

@@ -52,6 +52,7 @@ from kvlease.registry.wire_checks import (
     check_instant,
     check_text,
     check_traceparent,
+    check_url,
     check_width,
     decode_conversation,
     decode_pairs,
@@ -80,7 +81,7 @@ def decode_engine(message: pb.Engine) -> Engine:
     return Engine(
         engine_id=EngineId(check_id("engine_id", message.engine_id)),
         incarnation=Incarnation(check_width("incarnation", message.incarnation, INCARNATION_BYTES)),
-        api_url=check_text("api_url", message.api_url),
+        api_url=check_url("api_url", message.api_url),
         version=check_text("version", message.version),
         fingerprint=decode_fingerprint(message.fingerprint),
         labels=decode_pairs("labels", Limit.LABELS, MAX_LABELS, message.labels),
@@ -255,6 +256,7 @@ def decode_lease(message: pb.Lease) -> LeaseView:
         end_reason=END_IN.get(message.end_reason),
         suspect=message.suspect,
         traceparent=check_traceparent(message.traceparent),
+        api_url=check_url("api_url", message.api_url),
     )
 
 
@@ -274,6 +276,7 @@ def encode_lease(value: LeaseView) -> pb.Lease:
         remaining_ms=value.remaining_ms,
         suspect=value.suspect,
         traceparent=value.traceparent,
+        api_url=value.api_url,
     )
 
 

@@ -96,6 +96,13 @@ def check_text(field: str, text: str) -> str:
     return text
 
 
+def check_url(field: str, text: str) -> str:
+    """A text that is ASCII, as URLs are: so its characters are also its bytes in a message."""
+    if not text.isascii():
+        raise InvalidRequest(f"{field} must be ASCII", field=field)
+    return check_text(field, text)
+
+
 def check_traceparent(text: str) -> str:
     if len(text) > MAX_TRACEPARENT_CHARS:
         raise InvalidRequest(

@@ -43,6 +43,8 @@ class _Story:
     read: Read | None = None
     read_ns: int = 0
     local_blocks: tuple[int, ...] = ()
+    report: LoadReport | None = None
+    """Of all ranks that have reported so far."""
     settled: bool = False
     gone: bool = False
 
@@ -123,7 +125,8 @@ class Borrowing:
                 taken = self._quarantine.enter(report.request_id, report.rank, blocks)
                 self._pool.touch([self._pool.blocks[block] for block in taken])
                 self._instruments.reads_late.inc()
-            self._count(report)
+            if (story := self._stories.get(report.request_id)) is not None:
+                story.report = report if story.report is None else story.report.merged(report)
         for request_id, rank in reports.landed_late:
             given = self._quarantine.leave(request_id, rank)
             self._pool.free_blocks([self._pool.blocks[block] for block in given])
@@ -131,10 +134,12 @@ class Borrowing:
             self._instruments.quarantined.set(self._quarantine.blocks)
 
     def settled(self, request_id: str) -> None:
-        """Every rank has reported the request's load; called after `reported`."""
+        """Every rank has reported the request's load: it counts now, once. Called after `reported`."""
         story = self._stories.get(request_id)
         if story is not None:
             story.settled = True
+            if story.report is not None:
+                self._count(story, story.report)
             if story.gone:
                 del self._stories[request_id]
 
@@ -158,11 +163,10 @@ class Borrowing:
             elif self._core.answered(item.request_id, item.answer) is not None:
                 self._core.probed(item.request_id, reachable=item.reachable)
 
-    def _count(self, report: LoadReport) -> None:
+    def _count(self, story: _Story, report: LoadReport) -> None:
         if report.reason is not None:
             self._core.read_failed(report.request_id, report.reason)
-        story = self._stories.get(report.request_id)
-        read = story.read if story else None
+        read = story.read
         instruments = self._instruments
         instruments.read_seconds.observe(report.read_us / 1e6)
         instruments.read_bytes.inc(report.bytes_read)
@@ -176,7 +180,7 @@ class Borrowing:
                 instruments.reads_failed.inc()
             elif report.reason is not ComputeReason.READ_TIMEOUT:
                 instruments.reads_refused.labels(report.reason.value).inc()
-        if story is None or read is None:
+        if read is None:
             return
         outcome = "borrowed" if report.reason is None else report.reason.value
         about = (("kvlease.lease_id", read.lease_id), ("kvlease.conversation", story.params.conversation or ""))

@@ -33,6 +33,18 @@ class LoadReport:
     prove_us: int
     bytes_read: int
 
+    def merged(self, other: LoadReport) -> LoadReport:
+        """What two ranks say together: failed if one failed, as slow as the slower, bytes of both."""
+        return LoadReport(
+            request_id=self.request_id,
+            rank=self.rank,
+            reason=self.reason or other.reason,
+            late=self.late or other.late,
+            read_us=max(self.read_us, other.read_us),
+            prove_us=max(self.prove_us, other.prove_us),
+            bytes_read=self.bytes_read + other.bytes_read,
+        )
+
 
 @dataclass(slots=True)
 class WorkerReports:

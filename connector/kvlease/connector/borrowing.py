@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlease.connector import digests
+from kvlease.connector import digests, request_params
 from kvlease.connector.borrower import Ask, Borrower, BorrowTerms, Compute, ComputeReason, Decision, Read
 from kvlease.connector.instruments import Instruments
 from kvlease.connector.journal import Note
@@ -20,6 +20,7 @@ from kvlease.connector.lending import Pool
 from kvlease.connector.link import Link
 from kvlease.connector.loads import LoadReport, WorkerReports
 from kvlease.connector.quarantine import Quarantine
+from kvlease.connector.record import RecordContent
 from kvlease.connector.request_params import RequestParams
 from kvlease.registry.clock import Clock
 
@@ -116,6 +117,10 @@ class Borrowing:
         story.read, story.read_ns, story.local_blocks = read, time.monotonic_ns(), local_blocks
         self._note_resolve(request_id, None)
 
+    def failed(self, request_id: str) -> None:
+        """The READ that was decided on cannot be ordered: the request computes."""
+        self._core.failed(request_id, ComputeReason.READ_FAILED)
+
     def reported(self, reports: WorkerReports) -> None:
         """Workers have finished loads, or late READs have landed."""
         for report in reports.loads:
@@ -160,8 +165,11 @@ class Borrowing:
             item = answers.popleft()
             if isinstance(item.answer, ComputeReason):
                 self._core.failed(item.request_id, item.answer)
-            elif self._core.answered(item.request_id, item.answer) is not None:
-                self._core.probed(item.request_id, reachable=item.reachable)
+            elif (content := self._core.answered(item.request_id, item.answer)) is not None:
+                if _readable(content):
+                    self._core.probed(item.request_id, reachable=item.reachable)
+                else:
+                    self._core.failed(item.request_id, ComputeReason.RECORD_INVALID)
 
     def _count(self, story: _Story, report: LoadReport) -> None:
         if report.reason is not None:
@@ -235,3 +243,11 @@ class Borrowing:
                 ),
             )
         )
+
+
+def _readable(content: RecordContent) -> bool:
+    """Whether the record has what a READ from its lender needs, and of that lender."""
+    try:
+        return request_params.engine_params(content.engine_params)["remote_engine_id"] == content.engine_id
+    except ValueError:
+        return False

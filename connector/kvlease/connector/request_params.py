@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from kvlease.registry.values import MAX_TRACEPARENT_CHARS, ConversationId, LeaseId, OnDeadline, TenantId, is_id
 
 KEY = "kvlease"
-_NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_TEXTS = ("remote_engine_id", "remote_request_id", "remote_host")
+_SIZES = ("tp_size", "pp_size", "dcp_size")
+MAX_RANKS = 1_024
+"""Of one kind of parallelism in a lender; more is not a lender's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +72,20 @@ def _count(given: Mapping[str, object], name: str) -> int | None:
 
 
 def engine_params(raw: bytes) -> dict[str, object]:
-    """The engine parameters of a record; raises ValueError if they are not an object with all that a READ needs."""
+    """The engine parameters of a record; raises ValueError unless they are an object with all that a READ needs."""
     given = json.loads(raw)
     if not isinstance(given, dict):
         raise ValueError("engine parameters must be an object")  # noqa: TRY004
-    missing = [name for name in _NEEDED if name not in given]
-    if missing:
-        raise ValueError(f"engine parameters lack {', '.join(missing)}")
+    for name in _TEXTS:
+        if not isinstance(given.get(name), str):
+            raise ValueError(f"engine parameters need a {name}")  # noqa: TRY004
+    if not _within(given.get("remote_port"), 65_535):
+        raise ValueError("engine parameters need a remote_port")
+    for name in _SIZES:
+        if not _within(given.get(name, 1), MAX_RANKS):
+            raise ValueError(f"{name} must be a number of ranks")
     return given
+
+
+def _within(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit

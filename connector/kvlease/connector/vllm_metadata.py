@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
 _ORDERS = "kvlease_orders"
+_REFUSED = "kvlease_refused"
 
 
 @dataclass
@@ -49,3 +50,13 @@ def attach_orders(metadata: KVConnectorMetadata, orders: dict[str, LoadOrder]) -
 def attached_orders(metadata: KVConnectorMetadata) -> dict[str, LoadOrder]:
     orders = getattr(metadata, _ORDERS, None)
     return orders if orders is not None else {}
+
+
+def attach_refused(metadata: KVConnectorMetadata, request_ids: list[str]) -> None:
+    """Sends along which promised loads nothing was ordered for: workers report them as failed."""
+    setattr(metadata, _REFUSED, request_ids)
+
+
+def attached_refused(metadata: KVConnectorMetadata) -> list[str]:
+    refused = getattr(metadata, _REFUSED, None)
+    return refused if refused is not None else []

@@ -8,6 +8,7 @@ given up is never posted later, and its local blocks are reported late until it 
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from kvlease.connector.prover import Prover, ReadSeals, Release
 from kvlease.connector.seal_reader import SealRead, SealReader, SealReadState
 from kvlease.connector.seal_table import SealTable, sweep
 from kvlease.connector.settings import ConnectorSettings
-from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake, attached_orders
+from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake, attached_orders, attached_refused
 from kvlease.registry.clock import Clock
 from kvlease.registry.values import Incarnation
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+log = logging.getLogger(__name__)
 NOBODY = Incarnation(b"")
 """No lender's incarnation: the next READ shakes hands anew."""
 
@@ -68,6 +70,8 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
         """Engine id and handles of READs given up, by request."""
         self._kvl_incarnations: dict[str, Incarnation] = {}
         """Which incarnation of a lender the handshake was made with."""
+        self._kvl_refused: list[str] = []
+        """Loads that the scheduler's side promised and could not order."""
         self._kvl_reports = WorkerReports()
         self._kvl_table = None
         if lends:
@@ -101,6 +105,7 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         for request_id, order in attached_orders(metadata).items():
             self._kvl_expect(request_id, order, metadata.reqs_to_recv[request_id])
+        self._kvl_refused += attached_refused(metadata)
         super().start_load_kv(metadata)
 
     def _kvl_expect(self, request_id: str, order: LoadOrder, meta: ReqMeta) -> None:
@@ -119,7 +124,7 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
         """
         known = self._kvl_incarnations.get(engine_id, incarnation)
         if known != incarnation and engine_id in self._remote_agents:
-            if self._kvl_busy(engine_id):
+            if self._handshake_futures or self._kvl_busy(engine_id):  # a handshake may be loading its peer into NIXL
                 return
             self._cleanup_remote_engine(engine_id, log_eviction=False)
         self._kvl_incarnations[engine_id] = incarnation
@@ -135,10 +140,21 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         if meta.awaiting_kvs and req_id not in self._recving_metadata:
             return  # given up while its handshake was under way: its local blocks may belong to another request by now
-        super()._read_blocks_for_req(req_id, meta)
+        if req_id not in self._kvl_loads:
+            super()._read_blocks_for_req(req_id, meta)
+            return
+        try:
+            super()._read_blocks_for_req(req_id, meta)
+        except Exception:  # a record that NIXL cannot read by: it fails as if NIXL had given the READ up
+            log.exception("kvlease: the READ of request %s cannot be posted; it is computed", req_id)
+            self._handle_failed_transfer(req_id, None, self._recv_failures, record_failed_transfer=False)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = super().get_transfer_results()
+        if self._kvl_refused:
+            results.finished_recving.update(self._kvl_refused)
+            results.failed_recving.update(self._kvl_refused)
+            self._kvl_refused.clear()
         if self._kvl_loads:
             self._kvl_prove(results)
         if self._kvl_late:
@@ -255,13 +271,27 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
 
     # -- engines that reads are open with must not be forgotten ------------------------------------------------------
 
-    def _cleanup_remote_engines(self) -> None:
-        if not self._kvl_late and not any(load.seals for load in self._kvl_loads.values()):
-            super()._cleanup_remote_engines()
+    def _kvl_reading(self) -> set[str]:
+        """Engines that a late READ or a seal READ is open with, which stock knows nothing of."""
+        proving = {load.engine_id for load in self._kvl_loads.values() if load.seals}
+        return proving | {engine_id for engine_id, _ in self._kvl_late.values()}
 
-    def _evict_stale_engines(self) -> None:
-        if not self._kvl_late and not self._kvl_loads:
-            super()._evict_stale_engines()
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        busy: set[str] = super()._engines_with_inflight_transfers() | self._kvl_reading()
+        return busy
+
+    def _cleanup_remote_engines(self) -> None:
+        """Stock's, which asks the above for all but engines whose address another one has taken over."""
+        if self._kvl_late or self._kvl_loads:
+            with self._handshake_lock:
+                replaced = self._remote_agents.keys() - self._engine_by_address.values()
+            if replaced & self._kvl_reading():
+                return
+        super()._cleanup_remote_engines()
+
+    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+        self._kvl_incarnations.pop(engine_id, None)
 
     # -- reports and the end -----------------------------------------------------------------------------------------
 

@@ -130,11 +130,11 @@ def _lapse(stage: Stage, count: int) -> list[Figure]:
 
 
 def _pressure(stage: Stage, count: int) -> list[Figure]:
-    room = Timed(HOOKS, f"make_room for an 8k-token prompt, {HELD}-token leases end")
+    room = Timed(HOOKS, f"give_way for an 8k-token prompt, {HELD}-token leases end")
     wanted = TOKENS["8k"] // BLOCK_TOKENS
     for _ in range(count):
         before = len(stage.lending)
-        assert room(stage.lending.make_room, stage.pool.get_num_free_blocks() + wanted)
+        assert room(stage.lending.give_way, wanted)
         for _ in range(before - len(stage.lending)):
             stage.lend(stage.turn(TOKENS[HELD]))
     return room.figures()
@@ -177,7 +177,7 @@ def steps(stage: Stage, effort: Effort) -> list[Figure]:
         decode(_decode_step, stage, turn)
         if turn is not None:
             stage.give_back(turn)
-            stage.lending.make_room(stage.pool.get_num_free_blocks() + len(turn.blocks))
+            stage.lending.give_way(len(turn.blocks))
     prefill = Timed(STEPS, "prefill: service three times, one 8k-token prompt arrives, one is admitted")
     lent = stage.turn(TOKENS["8k"])
     stage.lend(lent)

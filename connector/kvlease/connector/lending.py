@@ -106,6 +106,7 @@ class Lending:
         self._holder = LeaseHolder(terms, first_value=secrets.randbits(63) | 1)
         self._seeds = digests.Seeds(terms.fingerprint_hash)
         self._reported_ms = 0
+        self._draining = False
         link.break_seal = self._break_from_elsewhere
 
     def __len__(self) -> int:
@@ -113,6 +114,9 @@ class Lending:
 
     def finished(self, turn: FinishedTurn) -> LeaseId | None:
         """Lends the whole strides of a finished turn, if there is one; returns the lease's id."""
+        if self._draining:
+            self._instruments.not_lent.labels("draining").inc()
+            return None
         began_ns = time.monotonic_ns()
         terms, params = self._terms, turn.params
         chain = digests.chain(
@@ -181,17 +185,25 @@ class Lending:
             self._reported_ms = now_ms
             self._report()
 
-    def make_room(self, wanted_blocks: int) -> bool:
-        """The engine needs this many free blocks: ends leases until it has them; whether any was ended."""
-        missing = wanted_blocks - self._pool.get_num_free_blocks()
-        if missing <= 0 or not self._holder.live_blocks:
+    def give_way(self, more_blocks: int, least_blocks: int = 0) -> bool:
+        """The engine lacks blocks: ends live leases until they held `more_blocks`; whether any was ended.
+
+        Ends none if `least_blocks`, which the engine needs free at once, could not be had from all of them.
+        """
+        holder = self._holder
+        if not holder.live_blocks or least_blocks > self._pool.get_num_free_blocks() + holder.live_blocks:
             return False
-        effects = self._holder.relieve(missing)
+        effects = holder.relieve(more_blocks)
         self._carry_out(effects)
         return bool(effects)
 
     def end_all(self, reason: EndReason) -> None:
         self._carry_out(self._holder.end_all(reason))
+
+    def drain(self) -> None:
+        """The engine goes away in good order: every lease ends and none is made any more."""
+        self._draining = True
+        self.end_all(EndReason.DRAINED)
 
     def close(self) -> None:
         """Breaks every seal; the engine's memory is about to go."""

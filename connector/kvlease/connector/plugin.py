@@ -64,9 +64,6 @@ class NixlConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not typ
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.connector_worker.build_reports()
 
-    def has_pending_block_frees(self) -> bool:
-        return self.connector_scheduler is not None and self.connector_scheduler.has_pending_block_frees()
-
     def reset_cache(self) -> bool | None:
         """Ends every lease; True, since nothing of kvlease is left in the cache then."""
         if self.connector_scheduler is not None:

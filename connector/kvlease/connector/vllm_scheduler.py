@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from kvlease.connector import engine_facts, request_params, vllm_startup
+from kvlease.connector import engine_facts, request_params, vllm_cache, vllm_startup
 from kvlease.connector.borrower import Compute, Read, Wait
 from kvlease.connector.borrowing import ArrivedRequest, Borrowing
 from kvlease.connector.instruments import Instruments
@@ -27,7 +27,8 @@ from kvlease.connector.probe import LenderProbe
 from kvlease.connector.request_params import RequestParams
 from kvlease.connector.seal_table import SealTable, SealTableUnavailable
 from kvlease.connector.settings import ConnectorSettings
-from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake, attach_orders
+from kvlease.connector.termination import Termination
+from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake, attach_orders, attach_refused
 from kvlease.connector.vllm_side_channel import VllmSideChannel
 from kvlease.registry.clock import Clock
 from kvlease.registry.telemetry import configure_tracing, serve_metrics
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
-ROOM_FOR_RUNNING_BLOCKS = 16
-"""Blocks to free at once when a running request finds none: a step or two of a full batch."""
 
 
 def guarded(
@@ -93,20 +92,31 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         self._metrics = None
         if settings.metrics:
             host, _, port = settings.metrics.rpartition(":")
-            self._metrics = serve_metrics(self._instruments.registry, host=host, port=int(port))
+            rank = int(vllm_config.parallel_config.data_parallel_index)  # each rank is an engine and a process
+            self._metrics = serve_metrics(self._instruments.registry, host=host, port=int(port) + rank)
         self._identity: vllm_startup.EngineIdentity | None = None
         self._lending: Lending | None = None
         self._borrowing: Borrowing | None = None
-        self._receiving: set[str] = set()
-        """Requests whose blocks a READ is still writing to: nothing to lend if they end now."""
+        self._loaded: set[str] = set()
+        """Requests with KV from another engine, lent only after a step of their own: until then a READ, or what the
+        engine does to its blocks afterwards, may still be writing to them."""
         self._reads: dict[str, tuple[Read, int]] = {}
         self._orders: dict[str, tuple[dict[str, Any], tuple[list[int], ...], tuple[int, ...], LoadOrder]] = {}
+        self._refused: list[str] = []
+        """Requests that were promised a load which could not be ordered: the worker reports it as failed."""
+        self._terminating = False
+        self._drained = False
+        self._termination = Termination(self._terminate)
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def bind(self, kv_cache_manager: Any) -> None:
         """The engine's cache manager exists: digests and block references mean something from here on."""
         self._identity = vllm_startup.identify(self.vllm_config, self._settings, kv_cache_manager, int(self.block_size))
+        if self._lends:
+            vllm_cache.let_leases_give_way(kv_cache_manager, self._identity.block_tokens, self._give_way)
+            vllm_cache.end_leases_before_reset(kv_cache_manager, self.reset_cache)
+            self._termination.open()
         self._link.start()
         if self._borrows:
             self._borrowing = Borrowing(
@@ -174,14 +184,17 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         offers: list[tuple[int | None, bool]] = []
-        self._admit(request, num_computed_tokens, offers)
-        return offers[0] if offers and answer == (0, False) else answer
+        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+            # Stock offers to read back what such a request names even where that is off (as kvlease demands), orders no
+            # READ then, and the request would wait for ever.
+            answer = (0, False)
+        if answer == (0, False):
+            self._admit(request, num_computed_tokens, offers)
+        return offers[0] if offers else answer
 
     @guarded
     def _admit(self, request: Request, computed_tokens: int, offers: list[tuple[int | None, bool]]) -> None:
         self._service()
-        if self._lending is not None:
-            self._lending.make_room(-(-(request.num_tokens - computed_tokens) // self.block_size))
         if self._borrowing is None or request.request_id not in self._borrowing:
             return
         self._reads.pop(request.request_id, None)
@@ -196,9 +209,19 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        request_id = request.request_id
+        offered = request_id in self._reads
         if num_external_tokens:
-            self._receiving.add(request.request_id)
+            self._loaded.add(request_id)
         self._allocated(request, blocks, num_external_tokens)
+        if offered and num_external_tokens and request_id not in self._orders:
+            self._refused.append(request_id)
+            self._give_up(request_id)
+
+    @guarded
+    def _give_up(self, request_id: str) -> None:
+        if self._borrowing is not None:
+            self._borrowing.failed(request_id)
 
     @guarded
     def _allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
@@ -212,13 +235,9 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             **request_params.engine_params(read.engine_params),
             "remote_block_ids": tuple(list(group[first:last]) for group in read.block_ids),
         }
-        self._orders[request.request_id] = (
-            params,
-            local,
-            tuple(first for _ in local),
-            LoadOrder(incarnation=read.content.incarnation, proofs=read.proofs),
-        )
+        order = LoadOrder(incarnation=read.content.incarnation, proofs=read.proofs)
         self._borrowing.committed(request.request_id, read, tuple(block for group in local for block in group))
+        self._orders[request.request_id] = (params, local, tuple(first for _ in local), order)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
@@ -228,6 +247,9 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
     @guarded
     def _add_orders(self, metadata: Any) -> None:
         self._service()
+        if self._refused:
+            refused, self._refused = self._refused, []
+            attach_refused(metadata, refused)
         if not self._orders:
             return
         orders, self._orders = self._orders, {}
@@ -247,10 +269,9 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
 
     @guarded
     def _reported(self, connector_output: Any) -> None:
-        finished = connector_output.finished_recving or ()
-        self._receiving.difference_update(finished)
         if self._borrowing is None:
             return
+        finished = connector_output.finished_recving or ()
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, ReportsFromWorkers):
             self._borrowing.reported(reports.reports)
@@ -268,12 +289,12 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         if self._borrowing is not None:
             self._reads.pop(request_id, None)
             self._borrowing.forget(request_id)
-        receiving = request_id in self._receiving
-        self._receiving.discard(request_id)
+        untouched = request_id in self._loaded and not request.num_output_tokens
+        self._loaded.discard(request_id)
         if (
             self._lending is None
             or self._identity is None
-            or receiving
+            or untouched
             or (request.kv_transfer_params or {}).get("do_remote_decode")
         ):
             return
@@ -304,27 +325,35 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
 
     # -- room, reset, end --------------------------------------------------------------------------------------------
 
-    def has_pending_block_frees(self) -> bool:
-        """A running request found no block: leases give way before anything is preempted."""
-        freed: list[bool] = []
-        self._make_room_for_running(freed)
-        return bool(freed and freed[0])
+    def _give_way(self, more_blocks: int, least_blocks: int) -> bool:
+        """A request, running or waiting, found no room: leases give way before anything waits or is preempted."""
+        given: list[bool] = []
+        self._end_some(more_blocks, least_blocks, given)
+        return bool(given and given[0])
 
     @guarded
-    def _make_room_for_running(self, freed: list[bool]) -> None:
+    def _end_some(self, more_blocks: int, least_blocks: int, given: list[bool]) -> None:
         if self._lending is not None:
-            freed.append(self._lending.make_room(ROOM_FOR_RUNNING_BLOCKS))
+            given.append(self._lending.give_way(more_blocks, least_blocks))
 
     @guarded
     def reset_cache(self) -> None:
-        """The operator resets the engine's caches: every lease ends, so that the next reset finds no reference."""
+        """The operator resets the engine's caches: every lease ends, so that the pool finds no reference of ours."""
         if self._lending is not None:
             self._lending.end_all(EndReason.CACHE_RESET)
 
     @guarded
     def _service(self) -> None:
-        if self._lending is not None:
-            self._lending.service()
+        if self._lending is None:
+            return
+        if self._terminating and not self._drained:
+            self._drained = True
+            self._lending.drain()
+        self._lending.service()
+
+    def _terminate(self) -> None:
+        """At SIGTERM, between two byte codes of this thread: the next hook ends all leases."""
+        self._terminating = True
 
     def shutdown(self) -> None:
         self._close()
@@ -332,6 +361,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
 
     @guarded
     def _close(self) -> None:
+        self._termination.close()
         if self._lending is not None:
             self._lending.close()
         self._link.close()

@@ -1,0 +1,312 @@
+"""vLLM's real scheduler with kvlease's scheduler side, in this process: no engine, no model, no NIXL.
+
+A step's forward pass is played by `Desk.step`: every request that is up to date samples one made-up token. What workers
+would report about loads is passed in. The registry is a listener that never answers, so the only answers to resolves
+are those that a test puts in.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvlease.connector.borrower import ComputeReason
+from kvlease.connector.loads import LoadReport, WorkerReports
+from kvlease.connector.seal_table import SealTable
+
+from tests.engines.engine import BLOCK_TOKENS, ENVIRONMENT
+from tests.engines.model import model_dir
+
+Params = Mapping[str, object]
+OUTPUT_TOKEN: Final = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeskSettings:
+    role: str
+    blocks: int = 64
+    prefix_caching: bool = True
+    async_scheduling: bool = False
+    max_batched_tokens: int = 2_048
+    max_model_len: int = 2_048
+    kvlease: Mapping[str, object] = field(default_factory=dict)
+    engine: Mapping[str, object] = field(default_factory=dict)
+    """More of vLLM's engine arguments."""
+
+
+@dataclass(slots=True)
+class Loads:
+    """What the workers report in one step."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    reports: WorkerReports = field(default_factory=WorkerReports)
+
+    def over(self, request_id: str, reason: ComputeReason | None = None, *, late: bool = False, rank: int = 0) -> None:
+        self.finished.add(request_id)
+        if reason is not None:
+            self.failed.add(request_id)
+        self.reports.loads.append(
+            LoadReport(request_id=request_id, rank=rank, reason=reason, late=late, read_us=1, prove_us=1, bytes_read=1)
+        )
+
+
+class Desk:
+    """One engine's scheduler and what stands around it."""
+
+    def __init__(self, scheduler: Any, side: Any, table: SealTable, hasher: Any) -> None:
+        self.scheduler = scheduler
+        self.side: Any = side
+        self.table = table
+        self._hasher = hasher
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def free(self) -> int:
+        return int(self.pool.get_num_free_blocks())
+
+    @property
+    def leases(self) -> int:
+        return len(self.side._lending)
+
+    def add(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        params: Params | None = None,
+        kvlease: Params | None = None,
+    ) -> Any:
+        """A new request; `kvlease` is put into its transfer parameters."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        transfer = dict(params or {})
+        if kvlease is not None:
+            transfer["kvlease"] = dict(kvlease)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": transfer} if transfer else None
+        )
+        sampling.update_from_generation_config({}, 0)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(tokens),
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> Any:
+        return self.scheduler.schedule()
+
+    def finish(self, output: Any, loads: Loads | None = None) -> Any:
+        """The step `output` has been executed."""
+        from kvlease.connector.vllm_metadata import ReportsFromWorkers
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        ids = list(output.num_scheduled_tokens)
+        tokens: list[list[int]] = []
+        for request_id in ids:
+            request = self.scheduler.requests.get(request_id)
+            prefilling = request is not None and request.num_computed_tokens < request.num_tokens
+            tokens.append([] if request is None or prefilling else [OUTPUT_TOKEN])
+        reported = None
+        if loads is not None:
+            reported = KVConnectorOutput(
+                finished_recving=loads.finished or None,
+                failed_recving=loads.failed,
+                kv_connector_worker_meta=ReportsFromWorkers(reports=loads.reports),
+            )
+        return self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=tokens,
+                kv_connector_output=reported,
+            ),
+        )
+
+    def step(self, loads: Loads | None = None) -> Any:
+        """Schedules and executes one step; returns what was scheduled."""
+        output = self.schedule()
+        self.finish(output, loads)
+        return output
+
+    def run(self, steps: int = 50) -> None:
+        """Steps until no request is left. Fails after `steps` of them."""
+        for _ in range(steps):
+            if not self.scheduler.has_unfinished_requests():
+                return
+            self.step()
+        raise AssertionError(f"requests are still there after {steps} steps")
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt; another seed shares no block with it."""
+    return [(seed * 7_919 + place) % 250 + 1 for place in range(count)]
+
+
+@contextmanager
+def desk(settings: DeskSettings) -> Iterator[Desk]:
+    """Opens a scheduler; everything it started has ended afterwards."""
+    from kvlease.connector.vllm_metadata import SealedHandshake
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    with silent_registry() as registry, environment({**ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}):
+        import torch
+
+        config = EngineArgs(
+            model=str(model_dir()),
+            dtype="float32",
+            enforce_eager=True,
+            block_size=BLOCK_TOKENS,
+            max_model_len=settings.max_model_len,
+            max_num_batched_tokens=settings.max_batched_tokens,
+            enable_prefix_caching=settings.prefix_caching,
+            async_scheduling=settings.async_scheduling,
+            kv_transfer_config={
+                "kv_connector": "NixlConnector",
+                "kv_connector_module_path": "kvlease.connector",
+                "kv_role": settings.role,
+                "kv_buffer_device": "cpu",
+                "kv_load_failure_policy": "recompute",
+                "engine_id": "desk",
+                "kv_connector_extra_config": {
+                    "kvlease": {"registry": registry, "resolve_wait_ms": 5_000, **settings.kvlease}
+                },
+            },
+            **dict(settings.engine),
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = settings.blocks
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch.float32)
+        cache = KVCacheConfig(
+            num_blocks=settings.blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        )
+        hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        kind = AsyncScheduler if settings.async_scheduling else Scheduler
+        scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        table = SealTable.create(256)
+        try:
+            side = scheduler.connector.connector_scheduler
+            scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+                {
+                    (0, 0): SealedHandshake(
+                        compatibility_hash="desk", agent_metadata_bytes=b"", seal_table=str(table.path)
+                    )
+                }
+            )
+            yield Desk(scheduler, side, table, get_request_block_hasher(BLOCK_TOKENS, hash_function))
+        finally:
+            scheduler.shutdown()
+            table.close()
+
+
+@contextmanager
+def silent_registry() -> Iterator[str]:
+    """HOST:PORT of something that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+LENDER_PARAMS: Final[Params] = {
+    "remote_engine_id": "lender",
+    "remote_request_id": "kvl:lease",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5_600,
+    "tp_size": 1,
+    "transfer_mode": "pull",
+}
+LENT_FROM: Final = 1_000
+"""The lender's first block in the records of `hit`."""
+
+
+def hit(desk: Desk, request: Any, strides: int, engine_params: Params = LENDER_PARAMS) -> None:
+    """The registry knows a lease of the request's first `strides` strides, and its lender answers."""
+    import json
+
+    from kvlease.connector import digests
+    from kvlease.connector.link import Answer
+    from kvlease.connector.record import RecordContent, encode
+    from kvlease.connector.seal import SealRef
+    from kvlease.registry.values import DEFAULT_TENANT, EngineId, Hit, Incarnation, LeaseId, LeaseState
+
+    identity = desk.side._identity
+    chain = digests.chain(
+        digests.seed(identity.fingerprint.hash, DEFAULT_TENANT),
+        request.block_hashes,
+        hash_tokens=identity.hash_tokens,
+        stride_tokens=identity.stride_tokens,
+        tokens=strides * identity.stride_tokens,
+    )
+    content = RecordContent(
+        lease_id=LeaseId("lease"),
+        engine_id=EngineId("lender"),
+        incarnation=Incarnation(bytes(16)),
+        fingerprint_hash=identity.fingerprint.hash,
+        tenant=DEFAULT_TENANT,
+        stride_tokens=identity.stride_tokens,
+        block_tokens=BLOCK_TOKENS,
+        tokens=strides * identity.stride_tokens,
+        block_ids=(tuple(range(LENT_FROM, LENT_FROM + strides * identity.stride_tokens // BLOCK_TOKENS)),),
+        seals=(SealRef(pp_rank=0, tp_rank=0, address=4_096, value=1),),
+        engine_params=json.dumps(dict(engine_params)).encode(),
+    )
+    desk.side._link.answers.append(
+        Answer(
+            request_id=request.request_id,
+            answer=Hit(
+                lease_id=content.lease_id,
+                engine_id=content.engine_id,
+                incarnation=content.incarnation,
+                conversation=None,
+                record=encode(content, chain),
+                matched_strides=strides,
+                state=LeaseState.LIVE,
+                remaining_ms=1_000,
+            ),
+            reachable=True,
+        )
+    )

@@ -1,0 +1,181 @@
+"""Borrowing in vLLM's real scheduler: whatever comes between the decision to read and its outcome, the request goes on.
+
+Workers are played: what they would report is passed in. Each case ends with the request finished and the pool as full
+as it was, since a request that waits for a load which nobody makes would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm", reason="the scheduler is vLLM's: install the engines (make engines-venv)")
+
+from kvlease.connector.borrower import ComputeReason
+from kvlease.connector.vllm_metadata import attached_orders, attached_refused
+
+from tests.engines.engine import BLOCK_TOKENS
+from tests.engines.inprocess import LENDER_PARAMS, LENT_FROM, Desk, DeskSettings, Loads, Params, desk, hit, tokens
+
+pytestmark = pytest.mark.engines
+
+PROMPT = tokens(10 * BLOCK_TOKENS)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def borrower(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    with desk(DeskSettings(role="kv_producer", async_scheduling=request.param)) as opened:
+        yield opened
+
+
+def misses(borrower: Desk, reason: ComputeReason) -> float:
+    value = borrower.side._instruments.registry.get_sample_value(
+        "kvlease_connector_misses_total", {"reason": reason.value}
+    )
+    return value or 0.0
+
+
+def at_rest(borrower: Desk) -> None:
+    """Nothing is left of any request."""
+    assert borrower.free == borrower.pool.num_gpu_blocks - 1
+    side = borrower.side
+    assert not side._borrowing._stories
+    assert not len(side._borrowing._core)
+    assert not side._loaded
+    assert not side._reads
+    assert not side._orders
+    assert not side._refused
+    assert not len(side._borrowing._quarantine)
+
+
+def test_the_missing_middle_is_ordered_by_position(borrower: Desk) -> None:
+    borrower.add("before", PROMPT[: 2 * BLOCK_TOKENS + 1])
+    borrower.run()
+    request = borrower.add("next", PROMPT, kvlease={})
+    hit(borrower, request, strides=4)
+    output = borrower.schedule()
+    meta = output.kv_connector_metadata.reqs_to_recv["next"]
+    assert meta.remote.block_ids == (list(range(LENT_FROM + 2, LENT_FROM + 8)),)
+    assert meta.local_block_ids == (borrower.scheduler.kv_cache_manager.get_block_ids("next")[0][2:8],)
+    assert list(attached_orders(output.kv_connector_metadata)) == ["next"]
+    loads = Loads()
+    loads.over("next")
+    borrower.finish(output, loads)
+    borrower.run()
+    at_rest(borrower)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {**LENDER_PARAMS, "remote_engine_id": "another"},
+        {**LENDER_PARAMS, "remote_engine_id": ["lender"]},
+        {**LENDER_PARAMS, "remote_port": "5600"},
+        {**LENDER_PARAMS, "tp_size": 0},
+        {name: value for name, value in LENDER_PARAMS.items() if name != "remote_request_id"},
+    ],
+    ids=["other-engine", "no-text", "port-text", "no-rank", "no-request"],
+)
+def test_a_record_that_cannot_be_read_by_is_a_miss(borrower: Desk, told: Params) -> None:
+    request = borrower.add("next", PROMPT, kvlease={})
+    hit(borrower, request, strides=4, engine_params=told)
+    borrower.run(10)
+    assert misses(borrower, ComputeReason.RECORD_INVALID) == 1
+    at_rest(borrower)
+
+
+def test_a_promised_load_that_cannot_be_ordered_is_refused_by_the_worker(borrower: Desk) -> None:
+    """The scheduler has parked the request; only a worker's report takes it out again."""
+    request = borrower.add("next", PROMPT, kvlease={})
+    hit(borrower, request, strides=4)
+    borrower.side._borrowing.committed = None  # not callable: ordering fails as any bug in it would
+    output = borrower.schedule()
+    assert not attached_orders(output.kv_connector_metadata)
+    assert attached_refused(output.kv_connector_metadata) == ["next"]
+    loads = Loads(finished={"next"}, failed={"next"})
+    borrower.finish(output, loads)
+    borrower.run(10)
+    assert misses(borrower, ComputeReason.READ_FAILED) == 1
+    at_rest(borrower)
+
+
+@pytest.mark.parametrize("reason", [ComputeReason.SEAL_BROKEN, ComputeReason.READ_TIMEOUT, ComputeReason.READ_FAILED])
+def test_a_failed_load_is_computed_once(borrower: Desk, reason: ComputeReason) -> None:
+    request = borrower.add("next", PROMPT, kvlease={}, max_tokens=3)
+    hit(borrower, request, strides=4)
+    output = borrower.schedule()
+    loads = Loads()
+    loads.over("next", reason)
+    borrower.finish(output, loads)
+    borrower.run(10)
+    assert misses(borrower, reason) == 1
+    at_rest(borrower)
+
+
+def test_late_blocks_are_out_of_use_until_the_read_has_landed(borrower: Desk) -> None:
+    request = borrower.add("next", PROMPT, kvlease={})
+    hit(borrower, request, strides=4)
+    output = borrower.schedule()
+    written = set(output.kv_connector_metadata.reqs_to_recv["next"].local_block_ids[0])
+    loads = Loads()
+    loads.over("next", ComputeReason.READ_TIMEOUT, late=True)
+    borrower.finish(output, loads)
+    borrower.run(10)
+    assert borrower.free == borrower.pool.num_gpu_blocks - 1 - len(written)
+    handed = borrower.pool.get_new_blocks(borrower.free)
+    assert not written & {block.block_id for block in handed}
+    borrower.pool.free_blocks(handed)
+    landed = Loads()
+    landed.reports.landed_late.append(("next", 0))
+    borrower.add("other", tokens(40, seed=3))
+    borrower.step(landed)
+    borrower.run()
+    at_rest(borrower)
+
+
+@pytest.mark.parametrize("reason", [None, ComputeReason.SEAL_BROKEN])
+@pytest.mark.parametrize("when", ["waiting", "ordered", "reported"])
+def test_an_abort_at_each_instant_leaves_nothing(borrower: Desk, when: str, reason: ComputeReason | None) -> None:
+    from vllm.v1.request import RequestStatus
+
+    def abort() -> None:
+        borrower.scheduler.finish_requests("next", RequestStatus.FINISHED_ABORTED)
+
+    request = borrower.add("next", PROMPT, kvlease={})
+    loads = Loads()
+    loads.over("next", reason)
+    if when == "waiting":
+        borrower.step()
+        abort()
+        hit(borrower, request, strides=4)
+        borrower.add("other", tokens(40, seed=3), kvlease={})
+        borrower.side._link.answers.extend(())
+    else:
+        hit(borrower, request, strides=4)
+        output = borrower.schedule()
+        if when == "ordered":
+            abort()
+        borrower.finish(output, loads)
+        if when == "reported":
+            abort()
+    borrower.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    borrower.step()
+    at_rest(borrower)
+
+
+def test_stock_readback_fields_do_not_park_a_request_for_ever(borrower: Desk) -> None:
+    """Where reading back is off, stock offers it all the same and orders nothing."""
+    borrower.add(
+        "stock",
+        PROMPT,
+        params={
+            "do_remote_decode": True,
+            "remote_block_ids": [[1, 2, 3, 4]],
+            "remote_num_tokens": 4 * BLOCK_TOKENS,
+            **LENDER_PARAMS,
+        },
+    )
+    for _ in range(5):
+        borrower.step()
+    assert not borrower.scheduler.has_unfinished_requests()

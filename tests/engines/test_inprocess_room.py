@@ -1,0 +1,73 @@
+"""Lent blocks never cost running work anything (L8): vLLM's real scheduler finds room as if no lease were there.
+
+Each case has the same shape: leases hold most of the cache, something needs it, and what a scheduler without leases
+would do must happen. How the room is made is not looked at.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="the scheduler is vLLM's: install the engines (make engines-venv)")
+
+from tests.engines.engine import BLOCK_TOKENS
+from tests.engines.inprocess import Desk, DeskSettings, desk, tokens
+
+pytestmark = pytest.mark.engines
+
+
+def lend(lender: Desk, count: int, blocks: int) -> None:
+    """`count` finished turns of `blocks` blocks each, all lent."""
+    for number in range(count):
+        lender.add(
+            f"lent-{number}", tokens(blocks * BLOCK_TOKENS + 1, seed=number + 1), kvlease={"conversation": f"c{number}"}
+        )
+        lender.run()
+
+
+def test_a_large_chunk_of_a_running_prefill_preempts_nobody() -> None:
+    """Turns that end while a long prompt is computed are lent, and its next chunk finds too few blocks."""
+    chunk, prompt = 20, 100
+    settings = DeskSettings(
+        role="kv_consumer",
+        blocks=129,
+        max_batched_tokens=1_024,
+        max_model_len=4_096,
+        engine={"long_prefill_token_threshold": chunk * BLOCK_TOKENS},
+    )
+    with desk(settings) as lender:
+        beside = lender.add("beside", tokens(20, seed=90), max_tokens=40)
+        long = lender.add("long", tokens(prompt * BLOCK_TOKENS, seed=91), max_tokens=2)
+        lender.step()
+        for number in range(3):
+            lender.add(f"lent-{number}", tokens(352, seed=number + 1), kvlease={"conversation": f"c{number}"})
+            lender.step()
+        assert lender.leases == 3
+        assert 16 < lender.free < chunk
+        lender.run(100)
+        assert (beside.num_preemptions, long.num_preemptions) == (0, 0)
+
+
+def test_a_prompt_with_local_hits_is_admitted() -> None:
+    """Blocks found in the prefix cache are free until they are used: they are no room for the rest of the prompt."""
+    with desk(DeskSettings(role="kv_consumer", blocks=65)) as lender:
+        known = tokens(24 * BLOCK_TOKENS, seed=80)
+        lender.add("known", known)
+        lender.run()
+        lend(lender, 4, 8)
+        assert lender.leases == 4
+        lender.add("next", [*known, *tokens(20 * BLOCK_TOKENS, seed=81)], max_tokens=2)
+        lender.run(20)
+
+
+def test_leases_stay_when_their_end_would_not_help() -> None:
+    """A prompt that waits for a running request's blocks does not cost the leases theirs."""
+    with desk(DeskSettings(role="kv_consumer", blocks=65, max_batched_tokens=2_048)) as lender:
+        lend(lender, 1, 8)
+        lender.add("running", tokens(40 * BLOCK_TOKENS, seed=70), max_tokens=40)
+        lender.step()
+        lender.add("waiting", tokens(40 * BLOCK_TOKENS, seed=71), max_tokens=2)
+        for _ in range(5):
+            lender.step()
+        assert lender.leases == 1
+        lender.run(100)

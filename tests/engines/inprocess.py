@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from kvlease.connector.borrower import ComputeReason
 from kvlease.connector.loads import LoadReport, WorkerReports
+from kvlease.connector.seal import VALUE_BYTES
 from kvlease.connector.seal_table import SealTable
 
 from tests.engines.engine import BLOCK_TOKENS, ENVIRONMENT
@@ -33,6 +34,8 @@ class DeskSettings:
     async_scheduling: bool = False
     max_batched_tokens: int = 2_048
     max_model_len: int = 2_048
+    slots: int = 256
+    """Of the seal table."""
     kvlease: Mapping[str, object] = field(default_factory=dict)
     engine: Mapping[str, object] = field(default_factory=dict)
     """More of vLLM's engine arguments."""
@@ -75,6 +78,14 @@ class Desk:
     @property
     def leases(self) -> int:
         return len(self.side._lending)
+
+    @property
+    def whole_seals(self) -> int:
+        return sum(any(self.table.read(slot)[:VALUE_BYTES]) for slot in range(self.table.slots))
+
+    def count(self, metric: str, **labels: str) -> float:
+        """A counter of the connector; 0 if it was never touched."""
+        return self.side._instruments.registry.get_sample_value(f"kvlease_connector_{metric}", labels) or 0.0
 
     def add(
         self,
@@ -209,7 +220,7 @@ def desk(settings: DeskSettings) -> Iterator[Desk]:
             block_size=BLOCK_TOKENS,
             log_stats=True,
         )
-        table = SealTable.create(256)
+        table = SealTable.create(settings.slots)
         try:
             side = scheduler.connector.connector_scheduler
             scheduler.connector.set_xfer_handshake_metadata_pp_aware(

@@ -52,7 +52,7 @@ class Bench:
         )
 
     async def misses(self, reason: str) -> float:
-        return await self.count(f'kvlease_connector_misses_total{{reason="{reason}"}}')
+        return await self.count(f'kvlease_borrower_misses_total{{reason="{reason}"}}')
 
     async def settle(self, turns: Turns) -> None:
         """Ends the conversation's leases and lets both engines take a step, then expects empty pools."""
@@ -127,7 +127,7 @@ async def test_a_stopped_lender_costs_a_prefill_and_its_late_read_is_kept_apart(
     assert await bench.misses("read_timeout") == timeouts + 1
     assert await borrow(turns, first) < 1e-4
     await bench.settle(turns)
-    assert await bench.count("kvlease_connector_quarantined_blocks") == 0
+    assert await bench.count("kvlease_borrower_quarantined_blocks") == 0
 
 
 async def test_a_client_that_leaves_during_a_read_leaves_nothing_behind(bench: Bench) -> None:

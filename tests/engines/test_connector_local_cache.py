@@ -24,7 +24,7 @@ from tests.engines.openai_client import Answer, OpenAIClient
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
-READ_BYTES = re.compile(r"^kvlease_connector_read_bytes_total (\S+)$", re.MULTILINE)
+READ_BYTES = re.compile(r"^kvlease_borrower_read_bytes_total (\S+)$", re.MULTILINE)
 PROMPT_TOKENS = 1_000
 THRESHOLD = 64
 

@@ -34,8 +34,8 @@ PROMPTS = 10
 PROMPT_TOKENS = 800
 POOL_BLOCKS = 160
 SUFFIX = [101, 102, 103]
-MISS = re.compile(r'^kvlease_connector_misses_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
-USED = re.compile(r"^kvlease_connector_borrows_total (\S+)$", re.MULTILINE)
+MISS = re.compile(r'^kvlease_borrower_misses_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
+USED = re.compile(r"^kvlease_borrower_borrows_total (\S+)$", re.MULTILINE)
 
 
 Fault = Mapping[str, Json]

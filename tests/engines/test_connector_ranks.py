@@ -69,8 +69,8 @@ async def test_both_ranks_are_read_and_proven(engines: Engines) -> None:
     turn = await turns.turn([*first.history, *ids(50, seed=2)])
     assert turn.reused == first.lent
     await turns.check(turn, "from two ranks")
-    assert await engines.count("kvlease_connector_read_bytes_total") == first.lent * KV_BYTES_PER_TOKEN
-    assert await engines.count("kvlease_connector_borrows_total") == 1, "one load, though two ranks were read"
+    assert await engines.count("kvlease_borrower_read_bytes_total") == first.lent * KV_BYTES_PER_TOKEN
+    assert await engines.count("kvlease_borrower_borrows_total") == 1, "one load, though two ranks were read"
 
 
 async def test_one_rank_whose_seal_is_broken_is_enough_to_refuse(engines: Engines) -> None:
@@ -79,7 +79,7 @@ async def test_one_rank_whose_seal_is_broken_is_enough_to_refuse(engines: Engine
     paths = list(engines.tables())
     assert len(paths) == 2
     SealTable.attach(paths[-1]).break_all()
-    refused = 'kvlease_connector_misses_total{reason="seal_broken"}'
+    refused = 'kvlease_borrower_misses_total{reason="seal_broken"}'
     before = await engines.count(refused)
     turn = await turns.turn([*first.history, *ids(50, seed=4)])
     await turns.check(turn, "after a refused READ")

@@ -24,8 +24,8 @@ from tests.engines.openai_client import OpenAIClient
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 QUESTION = "tell me about the river and the stone " * 40
-REUSED = re.compile(r"^kvlease_connector_reused_tokens_total (\S+)$", re.MULTILINE)
-LEASES = re.compile(r"^kvlease_connector_leases_published_total (\S+)$", re.MULTILINE)
+REUSED = re.compile(r"^kvlease_borrower_reused_tokens_total (\S+)$", re.MULTILINE)
+LEASES = re.compile(r"^kvlease_lender_publishes_total (\S+)$", re.MULTILINE)
 
 
 class Served:

@@ -71,65 +71,65 @@ REGISTRY_RPC_SECONDS: Final = Metric(
     name="kvlease_registry_rpc_seconds", text="Time in the registry, by rpc", labels=("rpc",)
 )
 
-# Connector, lending side
-LENDER_LEASES: Final = Metric(
-    name="kvlease_lender_leases", text="Leases held on this engine, by state", labels=("state",)
-)
-LENDER_LEASED_BLOCKS: Final = Metric(
-    name="kvlease_lender_leased_blocks", text="Blocks of this engine that live leases pin"
-)
-LENDER_LEASED_BYTES: Final = Metric(
-    name="kvlease_lender_leased_bytes", text="KV bytes of this engine that live leases pin"
-)
-LENDER_OLDEST_SECONDS: Final = Metric(
-    name="kvlease_lender_oldest_lease_seconds", text="Age of the oldest lease on this engine"
-)
-LENDER_PUBLISHES: Final = Metric(
-    name="kvlease_lender_publishes_total", text="Leases published by this engine, by answer", labels=("status",)
+# Connector: lenders
+LENDER_PUBLISHES: Final = Metric(name="kvlease_lender_publishes_total", text="Finished turns lent")
+LENDER_NOT_LENT: Final = Metric(
+    name="kvlease_lender_turns_not_lent_total", text="Finished turns not lent, by reason", labels=("reason",)
 )
 LENDER_ENDS: Final = Metric(
     name="kvlease_lender_ends_total", text="Leases of this engine ended, by reason", labels=("reason",)
 )
-LENDER_EXPIRIES: Final = Metric(
-    name="kvlease_lender_expiries_total", text="Leases of this engine whose deadline passed unrenewed"
+LENDER_LEASES: Final = Metric(
+    name="kvlease_lender_leases", text="Leases held on this engine, by state", labels=("state",)
 )
-LENDER_CONNECTED: Final = Metric(
-    name="kvlease_lender_session_connected", text="1 while the session with the registry is open"
+LENDER_LEASED_BLOCKS: Final = Metric(
+    name="kvlease_lender_leased_blocks", text="References that live leases hold on blocks of this engine"
 )
-LENDER_RECONNECTS: Final = Metric(
-    name="kvlease_lender_reconnects_total", text="Sessions opened after the first", labels=()
+LENDER_LEASED_BYTES: Final = Metric(
+    name="kvlease_lender_leased_bytes", text="KV bytes of this engine that live leases hold"
 )
 
-# Connector, borrowing side
-BORROWER_RESOLVES: Final = Metric(
-    name="kvlease_borrower_resolves_total", text="Resolves of this engine, by outcome", labels=("outcome",)
-)
+# Connector: borrowers
+BORROWER_BORROWS: Final = Metric(name="kvlease_borrower_borrows_total", text="Prompts that used a lease")
 BORROWER_MISSES: Final = Metric(
-    name="kvlease_borrower_misses_total", text="Turns that borrowed nothing, by reason", labels=("reason",)
+    name="kvlease_borrower_misses_total",
+    text="Prompts that might have used a lease and were computed, by reason",
+    labels=("reason",),
 )
 BORROWER_REUSED_TOKENS: Final = Metric(
     name="kvlease_borrower_reused_tokens_total", text="Tokens borrowed and proven, not computed"
 )
 BORROWER_READ_BYTES: Final = Metric(name="kvlease_borrower_read_bytes_total", text="KV bytes read from lenders")
-BORROWER_FAILED_READS: Final = Metric(
-    name="kvlease_borrower_failed_reads_total", text="READs that did not end well, by reason", labels=("reason",)
+BORROWER_READ_SECONDS: Final = Metric(
+    name="kvlease_borrower_read_seconds", text="From the offer of a READ to its last block"
 )
-BORROWER_LATE_READS: Final = Metric(
-    name="kvlease_borrower_late_reads_total", text="READs that landed after the read limit"
+BORROWER_PROVE_SECONDS: Final = Metric(
+    name="kvlease_borrower_prove_seconds", text="From the last block to the verdict of the seals"
 )
+BORROWER_FAILED_READS: Final = Metric(name="kvlease_borrower_failed_reads_total", text="READs that NIXL gave up")
 BORROWER_UNPROVEN_READS: Final = Metric(
-    name="kvlease_borrower_unproven_reads_total", text="READs discarded because the seal was not whole"
+    name="kvlease_borrower_unproven_reads_total",
+    text="READs discarded because their seals did not prove them, by reason",
+    labels=("reason",),
 )
+BORROWER_LATE_READS: Final = Metric(name="kvlease_borrower_late_reads_total", text="READs past the read limit")
 BORROWER_QUARANTINED_BLOCKS: Final = Metric(
     name="kvlease_borrower_quarantined_blocks", text="Blocks kept aside until a late READ has landed"
 )
-BORROWER_RESOLVE_SECONDS: Final = Metric(name="kvlease_borrower_resolve_seconds", text="Wait for a resolve")
-BORROWER_READ_SECONDS: Final = Metric(name="kvlease_borrower_read_seconds", text="From READ posted to proven")
+
+# Connector: both
+CONNECTOR_FAULTS: Final = Metric(
+    name="kvlease_connector_faults_total",
+    text="Errors inside the connector that cost a lease or a borrow; see the log",
+    labels=("hook",),
+)
 
 # Router
 ROUTER_TURNS: Final = Metric(name="kvlease_router_turns_total", text="Turns, by outcome", labels=("outcome",))
 ROUTER_LOCATES: Final = Metric(
-    name="kvlease_router_locates_total", text="Locates of this router, by outcome", labels=("outcome",)
+    name="kvlease_router_locates_total",
+    text="Locates of this router, by outcome and by who answered (copy or registry)",
+    labels=("outcome", "by"),
 )
 ROUTER_MISSES: Final = Metric(
     name="kvlease_router_misses_total", text="Locates that found nothing, by reason", labels=("reason",)
@@ -145,4 +145,32 @@ ROUTER_FALLBACKS: Final = Metric(
 )
 ROUTER_OUTSTANDING: Final = Metric(
     name="kvlease_router_outstanding_requests", text="Requests under way, by target", labels=("target", "role")
+)
+ROUTER_NAMINGS: Final = Metric(
+    name="kvlease_router_namings_total", text="Continuations named in the registry, by outcome", labels=("outcome",)
+)
+ROUTER_RENEWALS: Final = Metric(
+    name="kvlease_router_renewals_total", text="Renewals this router asked for, by answer", labels=("status",)
+)
+ROUTER_RELEASES: Final = Metric(
+    name="kvlease_router_released_prefills_total", text="Prefills given back because the client left before decoding"
+)
+ROUTER_ENGINE_UP: Final = Metric(
+    name="kvlease_router_engine_up", text="1 if the last health probe succeeded", labels=("target", "role")
+)
+ROUTER_ENGINE_LENDS: Final = Metric(
+    name="kvlease_router_engine_lends",
+    text="1 if the registry knows the decode engine as a lender; absent while the registry does not answer",
+    labels=("target",),
+)
+ROUTER_COPY_LEASES: Final = Metric(name="kvlease_router_copy_leases", text="Leases in this router's copy")
+ROUTER_COPY_STALENESS: Final = Metric(
+    name="kvlease_router_copy_staleness_seconds",
+    text="Since the copy of the leases was last known to be all; absent until it first was",
+)
+ROUTER_COPY_LISTS: Final = Metric(
+    name="kvlease_router_copy_lists_total", text="Times the copy of the leases was listed anew"
+)
+ROUTER_COPY_EVENTS: Final = Metric(
+    name="kvlease_router_copy_events_total", text="Lease events applied to the copy of the leases"
 )

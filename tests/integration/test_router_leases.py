@@ -13,11 +13,12 @@ import pytest
 from aiohttp import web
 from kvlease.registry.server import RegistryServer
 from kvlease.registry.values import DEFAULT_TENANT
+from kvlease.router.leases import LocatedBy
 from kvlease.router.server import RouterServer
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import format_span_id
+from opentelemetry.trace import format_span_id, format_trace_id
 
 from tests.integration.router_lender import lending, registry
 from tests.integration.router_peers import LIMIT_S, Call, Engine, fleet, routing, sample, until, unused_url, url
@@ -41,6 +42,11 @@ async def turn(http: aiohttp.ClientSession, router: RouterServer, fields: dict[s
 
 def named(router: RouterServer) -> float:
     return sample(router, "kvlease_router_namings_total", outcome="named")
+
+
+def locates(router: RouterServer, outcome: str) -> float:
+    """Locates with this outcome, whoever answered."""
+    return sum(sample(router, "kvlease_router_locates_total", outcome=outcome, by=by) for by in LocatedBy)
 
 
 def flags(server: RegistryServer) -> tuple[str, ...]:
@@ -122,15 +128,22 @@ async def test_a_located_turn_goes_to_its_lender_and_names_the_lease() -> None:
             await turn(http, router, body(ASK, conversation_id="c-1"))
             assert len(decode[2].calls) == number + 1
         terms = {"tenant": "default", "conversation": "c-1", "lease_id": lease_id}
-        assert prefill.calls[0].params["kvlease"] == terms
-        assert decode[2].calls[0].params == {**prefill.handoff(1), "kvlease": terms}
+        told = prefill.calls[0].params["kvlease"]
+        traceparent = told["traceparent"]
+        assert told == {**terms, "traceparent": traceparent}
+        assert decode[2].calls[0].params == {**prefill.handoff(1), "kvlease": told}
         assert "conversation_id" not in decode[2].calls[0].body
-        assert sample(router, "kvlease_router_locates_total", outcome="hit") == 3
+        assert locates(router, "hit") == 3
         assert await turn(http, router, body(ASK), **{"x-kvlease-conversation": "c-2"}) == "c-2"
         assert sample(router, "kvlease_router_misses_total", reason="unknown") == 1
     spans = [span for span in exporter.get_finished_spans() if span.name == "turn"]
     assert spans[0].attributes is not None
     assert spans[0].attributes["kvlease.lease_id"] == lease_id
+    assert spans[0].context is not None
+    assert traceparent.split("-")[1:3] == [
+        format_trace_id(spans[0].context.trace_id),
+        format_span_id(spans[0].context.span_id),
+    ]
     assert [format_span_id(link.context.span_id) for link in spans[0].links] == ["00f067aa0ba902b7"]
     located = next(span for span in exporter.get_finished_spans() if span.name == "locate")
     assert located.attributes is not None
@@ -167,7 +180,7 @@ async def test_without_a_registry_turns_are_served_without_reuse() -> None:
     gone = unused_url().removeprefix("http://")
     async with fleet([prefill], [decode], "--registry", gone) as (router, http):
         assert await turn(http, router, body(ASK, ANSWER, MORE))
-        assert sample(router, "kvlease_router_locates_total", outcome="failed") == 1
+        assert locates(router, "failed") == 1
         assert decode.calls[0].params["do_remote_prefill"] is True
         async with http.delete(url(router, "/v1/conversations/c")) as answer:
             assert answer.status == 503
@@ -189,26 +202,38 @@ async def test_ending_a_conversation_ends_its_leases() -> None:
                 assert answer.status == 200
                 found = {"id": "c", "object": "conversation.deleted", "deleted": True, "leases_ended": count}
                 assert await answer.json() == found
-        await until(lambda: lender.ended == [(lease_id, "released")])
+        await until(lambda: lender.ended == [(lease_id, "released")] and not len(router.copy))
         await turn(http, router, body(ASK, conversation_id="c"))
         assert "lease_id" not in prefill.calls[0].params["kvlease"]
 
 
-async def test_health_names_decode_engines_that_do_not_lend() -> None:
+async def test_decode_engines_that_do_not_lend_are_named_with_advice(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvlease.router.health")
     prefill, lends, stock = Engine(), Engine(), Engine()
     async with (
         registry() as server,
         fleet([prefill], [lends, stock], *flags(server), "--health-interval-ms", "10") as (router, http),
-        lending(server, lends.url),
     ):
 
-        async def known() -> dict[str, bool | None]:
+        async def known() -> dict[str, tuple[bool | None, bool]]:
             async with http.get(url(router, "/health")) as answer:
-                return {engine["url"]: engine["lends"] for engine in (await answer.json())["decode"]}
+                decode = (await answer.json())["decode"]
+                return {engine["url"]: (engine["lends"], "advice" in engine) for engine in decode}
 
-        async with asyncio.timeout(LIMIT_S):
-            while await known() != {lends.url: True, stock.url: False}:
-                pass
+        async def becomes(lending_engine: tuple[bool | None, bool]) -> None:
+            async with asyncio.timeout(LIMIT_S):
+                while await known() != {lends.url: lending_engine, stock.url: (False, True)}:
+                    pass
+
+        await becomes((False, True))
+        async with lending(server, lends.url):
+            await becomes((True, False))
+            up = {engine: sample(router, "kvlease_router_engine_lends", target=engine.url) for engine in (lends, stock)}
+            assert up == {lends: 1, stock: 0}
+        await until(lambda: f"decode engine {lends.url} lends" in caplog.text)
+    warned = [r.getMessage() for r in caplog.records if "does not lend" in r.getMessage()]
+    assert sorted(line.split()[2] for line in warned) == sorted([lends.url, stock.url]), "once each"
+    assert all("kv_connector_module_path" in line for line in warned)
 
 
 @pytest.mark.parametrize("on", [True, False])

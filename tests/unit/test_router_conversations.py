@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvlease.registry.values import MAX_ALIASES, TenantId
-from kvlease.router.conversations import AliasChain, from_headers
+from kvlease.registry.values import MAX_ALIASES, Alias, ConversationId, TenantId
+from kvlease.router.conversations import AliasChain, RecentNames, from_headers
 from kvlease.router.errors import InvalidRequest
 
 T = TenantId("t")
@@ -118,3 +118,14 @@ def test_headers_name_a_conversation() -> None:
     assert from_headers({"x-conversation-id": "not an id"}) is None
     with pytest.raises(InvalidRequest):
         from_headers({"x-kvlease-conversation": "not an id"})
+
+
+def test_recent_names_keep_what_is_used_and_the_newest_naming_wins() -> None:
+    names = RecentNames(limit=2)
+    one, two, three = (Alias(bytes([i]) * 16) for i in range(3))
+    names.name(ConversationId("c1"), [one, two])
+    names.name(ConversationId("c2"), [two])
+    assert names.find(one) == "c1"
+    names.name(ConversationId("c3"), [three])
+    assert [names.find(x) for x in (one, two, three)] == ["c1", None, "c3"], "the one not used for longest goes"
+    assert len(names) == 2

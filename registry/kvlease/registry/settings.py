@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, Self
 
+from kvlease.registry import flags
+from kvlease.registry.flags import Shown
 from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import is_id
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -19,8 +21,9 @@ _DEFAULTS: Final = TableLimits()
 _DAY_MS: Final = 24 * 3600 * 1000
 _MOST: Final = 100_000_000
 
-Ms = Annotated[int, Field(ge=1, le=_DAY_MS)]
-Count = Annotated[int, Field(ge=1, le=_MOST)]
+Ms = Annotated[int, Field(ge=1, le=_DAY_MS), Shown("MS")]
+Count = Annotated[int, Field(ge=1, le=_MOST), Shown("N")]
+Address = Annotated[str, Shown("HOST:PORT")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -43,12 +46,14 @@ class RegistrySettings(BaseSettings):
         cli_avoid_json=True,
     )
 
-    listen: str = Field(default="127.0.0.1:7411", description="HOST:PORT for gRPC; port 0 picks a free one")
-    metrics_listen: str = Field(default="127.0.0.1:7412", description='HOST:PORT for Prometheus, or "none"')
-    store: str = Field(
+    listen: Address = Field(default="127.0.0.1:7411", description="for gRPC; port 0 picks a free one")
+    metrics_listen: Address = Field(default="127.0.0.1:7412", description='for Prometheus, or "none"')
+    store: Annotated[str, Shown("STORE")] = Field(
         default="memory", description='where changes are kept: "memory" (one registry; lenders present again)'
     )
-    replica_id: str = Field(default="", description="name of this registry in logs and to lenders; random if not given")
+    replica_id: Annotated[str, Shown("ID")] = Field(
+        default="", description="name of this registry in logs and to lenders; random if not given"
+    )
 
     heartbeat_interval_ms: Ms = Field(default=1_000, description="how often lenders are told to send a heartbeat")
     suspect_after_ms: Ms = Field(
@@ -60,7 +65,7 @@ class RegistrySettings(BaseSettings):
     max_tenants: Count = Field(default=_DEFAULTS.max_tenants, description="tenants with leases or aliases")
     max_leases_per_engine: Count = Field(default=_DEFAULTS.max_leases_per_engine, description="leases of one engine")
     max_leases_per_tenant: Count = Field(default=_DEFAULTS.max_leases_per_tenant, description="leases of one tenant")
-    max_blocks_per_tenant: int = Field(
+    max_blocks_per_tenant: Annotated[int, Shown("N")] = Field(
         default=_DEFAULTS.max_blocks_per_tenant,
         ge=0,
         description="blocks pinned for one tenant on all engines; 0: no limit",
@@ -71,7 +76,7 @@ class RegistrySettings(BaseSettings):
     max_resolve_streams: Count = Field(default=4_096, description="open resolve streams")
     keep_events: Count = Field(default=65_536, description="lease events kept: how far a watcher may fall behind")
 
-    otlp_endpoint: str | None = Field(
+    otlp_endpoint: Annotated[str | None, Shown("HOST:PORT")] = Field(
         default=None, description="OTLP/gRPC endpoint for traces; OTEL_* variables apply too"
     )
     log_level: LogLevel = Field(default="info", description="least severe messages to log")
@@ -133,7 +138,7 @@ def load(argv: list[str] | None = None) -> RegistrySettings:
     Raises SettingsError, and SystemExit from argparse for an unknown flag or --help.
     """
     try:
-        return RegistrySettings(_cli_parse_args=argv if argv is not None else [])  # type: ignore[call-arg]
+        return flags.parse(RegistrySettings, argv if argv is not None else [])
     except ValidationError as error:
         raise SettingsError("\n".join(_lines(error))) from error
 

@@ -63,6 +63,36 @@ class AliasChain:
         return Alias(_step(self._head, _canonical(answer)))
 
 
+class RecentNames:
+    """The aliases that this router named lately, at most `limit`; the one not used for longest goes first.
+
+    Only the longest prefix of a chat is worth looking up here: another router may have named a longer one since.
+    """
+
+    __slots__ = ("_limit", "_named")
+
+    def __init__(self, *, limit: int) -> None:
+        self._limit = limit
+        self._named: dict[Alias, ConversationId] = {}
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def name(self, conversation: ConversationId, aliases: Sequence[Alias]) -> None:
+        """The newest naming of an alias wins."""
+        for alias in aliases:
+            self._named.pop(alias, None)
+            self._named[alias] = conversation
+        while len(self._named) > self._limit:
+            del self._named[next(iter(self._named))]
+
+    def find(self, alias: Alias) -> ConversationId | None:
+        conversation = self._named.pop(alias, None)
+        if conversation is not None:
+            self._named[alias] = conversation
+        return conversation
+
+
 def _step(head: bytes, part: Json) -> bytes:
     # ASCII escapes keep lone surrogates, which JSON allows and UTF-8 does not.
     text = json.dumps(part, sort_keys=True, separators=(",", ":"))

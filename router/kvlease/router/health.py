@@ -11,10 +11,14 @@ from typing import Final
 
 from kvlease.router.body import Json, JsonObject
 from kvlease.router.leases import Leases
-from kvlease.router.routes import Health, Role, Routes, Target, base_url
+from kvlease.router.routes import Health, Role, Routes, Target
 from kvlease.router.upstream import EngineFailure, Upstream
 
 _LOG: Final = logging.getLogger(__name__)
+_ADVICE: Final = (
+    'start it with "kv_connector_module_path": "kvlease.connector" and with this URL as its api_url, '
+    "or name it to the router as ENGINE_ID@URL"
+)
 
 
 class Probes:
@@ -28,7 +32,8 @@ class Probes:
         self._leases = leases
         self._interval_ms = interval_ms
         self._timeout_ms = timeout_ms
-        self._lenders: frozenset[Target] | None = None
+        self._told: set[Target] = set()
+        """Decode engines of which it was said that they do not lend."""
 
     async def run(self) -> None:
         """Probes until cancelled."""
@@ -39,14 +44,20 @@ class Probes:
                 group.create_task(self._watch_registry())
 
     def report(self) -> JsonObject:
-        """What is known, for /health. `lends`: whether the registry knows a decode engine as a lender (null: unknown);
-        false for one that runs without kvlease's connector."""
+        """What is known, for /health. `lends`: whether the registry knows a decode engine as a lender (null: unknown).
+        One that is up and does not lend has `advice`."""
         prefill = [self._engine(target) for target in self._routes.targets(Role.PREFILL)]
         decode: list[Json] = []
         for target in self._routes.targets(Role.DECODE):
-            lends = None if self._lenders is None else target in self._lenders
-            decode.append({**self._engine(target), "lends": lends})
-        return {"registry": self._leases.state.value, "prefill": list(prefill), "decode": decode}
+            entry: JsonObject = {**self._engine(target), "lends": self._routes.lends(target)}
+            if self._is_stock(target):
+                entry["advice"] = _ADVICE
+            decode.append(entry)
+        report: JsonObject = {"registry": self._leases.state.value, "prefill": list(prefill), "decode": decode}
+        copy = self._leases.copy_report()
+        if copy is not None:
+            report["copy"] = {"leases": copy.leases, "staleness_ms": copy.staleness_ms}
+        return report
 
     def _engine(self, target: Target) -> JsonObject:
         return {
@@ -72,19 +83,20 @@ class Probes:
     async def _watch_registry(self) -> None:
         while True:
             engines = await self._leases.engines()
-            if engines is None:
-                self._lenders = None
-            else:
-                ids = {status.engine.engine_id for status in engines}
-                urls = {base_url(status.engine.api_url) for status in engines}
-                found = [t for t in self._routes.targets(Role.DECODE) if t.engine_id in ids or t.url in urls]
-                self._tell(frozenset(found))
+            self._routes.registered(None if engines is None else [status.engine for status in engines])
+            self._tell()
             await asyncio.sleep(self._interval_ms / 1000)
 
-    def _tell(self, lenders: frozenset[Target]) -> None:
-        """Says once per change which healthy decode engines do not lend: a forgotten connector setting is silent."""
-        if lenders != self._lenders:
-            for target in self._routes.targets(Role.DECODE):
-                if target not in lenders and self._routes.health(target) is Health.UP:
-                    _LOG.warning("decode engine %s is not known to the registry: its KV is not lent", target.url)
-        self._lenders = lenders
+    def _is_stock(self, target: Target) -> bool:
+        """Up, and not known to the registry: most likely it runs without our connector, which is silent."""
+        return self._routes.lends(target) is False and self._routes.health(target) is Health.UP
+
+    def _tell(self) -> None:
+        """Says once of each decode engine that it does not lend, and when it does."""
+        for target in self._routes.targets(Role.DECODE):
+            if self._is_stock(target) and target not in self._told:
+                self._told.add(target)
+                _LOG.warning("decode engine %s does not lend: the registry does not know it; %s", target.url, _ADVICE)
+            elif target in self._told and self._routes.lends(target):
+                self._told.discard(target)
+                _LOG.info("decode engine %s lends", target.url)

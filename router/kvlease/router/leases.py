@@ -1,7 +1,7 @@
 """The router's dealings with the registry: bounded, counted, and never a reason for a turn to fail.
 
 Everything here may be late or fail; then a turn is served without reuse. Only `release`, which a client asks for by
-name, reports a failure.
+name, reports a failure. A turn is located in the router's copy of the leases, and by a call where the copy cannot say.
 
 Invariant: no call outlasts its named time-out, and the registry's errors stop here.
 """
@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 from kvlease.registry.client import RegistryClient
+from kvlease.registry.clock import Clock
 from kvlease.registry.errors import KvleaseError
+from kvlease.registry.lease_copy import LeaseCopy
 from kvlease.registry.values import (
     Alias,
     ConversationId,
@@ -26,12 +29,17 @@ from kvlease.registry.values import (
     RenewStatus,
     TenantId,
 )
+from kvlease.router.conversations import RecentNames
 from kvlease.router.errors import NotServed, RegistryDown
 from kvlease.router.metrics import RouterMetrics
 
 _LOG: Final = logging.getLogger(__name__)
 _RENEW_PAUSE_MS: Final = 1_000
 """Least pause between two renewals of a lease, and the pause after one that failed."""
+
+
+_RECENT_NAMES: Final = 65_536
+"""Aliases this router remembers to have named: some 12 MiB, and more turns than it serves while a lease lives."""
 
 
 class RegistryState(StrEnum):
@@ -49,20 +57,59 @@ class LocateOutcome(StrEnum):
     """There was no name to ask for."""
 
 
+class LocatedBy(StrEnum):
+    """Who said it."""
+
+    COPY = "copy"
+    REGISTRY = "registry"
+    NOBODY = "nobody"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """How this router's copy of the leases stands. `staleness_ms` is None until there was a list."""
+
+    leases: int
+    staleness_ms: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """What a turn learned about its conversation. `located` is None if nobody could say."""
+
+    located: Located | None
+    by: LocatedBy
+
+
+_NOBODY: Final = Lookup(located=None, by=LocatedBy.NOBODY)
+
+
 class Leases:
-    """What a turn may ask of the registry. `client` None: leases are off, and nothing is asked."""
+    """What a turn may ask of the registry. `client` None: leases are off, and nothing is asked.
+
+    The copy only ever says where a lease is. What it does not find may be on its way, published or named through
+    another router a moment ago, so the registry is asked: several routers find what one would.
+    """
 
     def __init__(
         self,
         client: RegistryClient | None,
         metrics: RouterMetrics,
+        copy: LeaseCopy,
+        clock: Clock,
         *,
         tenant: TenantId,
+        copy_staleness_ms: int,
         locate_timeout_ms: int,
         call_timeout_ms: int,
     ) -> None:
+        """A copy staler than `copy_staleness_ms` is not asked; 0: it never is."""
         self._client = client
         self._metrics = metrics
+        self._copy = copy
+        self._clock = clock
+        self._names = RecentNames(limit=_RECENT_NAMES)
+        self._copy_staleness_ms = copy_staleness_ms
         self._locate_timeout_ms = locate_timeout_ms
         self._call_timeout_ms = call_timeout_ms
         self.tenant: Final = tenant
@@ -72,13 +119,17 @@ class Leases:
     def on(self) -> bool:
         return self._client is not None
 
-    async def locate(self, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located | None:
-        """Where the conversation's KV is; None if leases are off, nothing names it, or the registry did not say."""
+    async def locate(self, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Lookup:
+        """Where the conversation's KV is. Nobody says if leases are off or nothing names it, or if a call fails."""
         if self._client is None:
-            return None
+            return _NOBODY
         if conversation is None and not aliases:
-            self._metrics.locates.labels(LocateOutcome.SKIPPED).inc()
-            return None
+            self._count(LocatedBy.NOBODY, LocateOutcome.SKIPPED)
+            return _NOBODY
+        located = self._in_copy(conversation, aliases)
+        if located is not None:
+            self._count(LocatedBy.COPY, LocateOutcome.HIT)
+            return Lookup(located=located, by=LocatedBy.COPY)
         try:
             located = await self._client.locate(
                 self.tenant,
@@ -88,20 +139,28 @@ class Leases:
             )
         except KvleaseError as error:
             self._saw(error)
-            self._metrics.locates.labels(LocateOutcome.FAILED).inc()
+            self._count(LocatedBy.REGISTRY, LocateOutcome.FAILED)
             self._metrics.misses.labels(error.reason.value.lower()).inc()
-            return None
+            return Lookup(located=None, by=LocatedBy.REGISTRY)
         self._saw(None)
-        outcome = LocateOutcome.MISS if located.lease is None else LocateOutcome.HIT
-        self._metrics.locates.labels(outcome).inc()
         if located.lease is None:
+            self._count(LocatedBy.REGISTRY, LocateOutcome.MISS)
             self._metrics.misses.labels(located.reason or MissReason.UNKNOWN).inc()
-        return located
+        else:
+            self._count(LocatedBy.REGISTRY, LocateOutcome.HIT)
+        return Lookup(located=located, by=LocatedBy.REGISTRY)
+
+    def copy_report(self) -> CopyReport | None:
+        """How the copy stands; None if there is none."""
+        if self._client is None or not self._copy_staleness_ms:
+            return None
+        return CopyReport(leases=len(self._copy), staleness_ms=self._copy.staleness_ms(self._clock.now_ms()))
 
     async def name(self, conversation: ConversationId, aliases: Sequence[Alias]) -> None:
         """Makes the next turn recognisable. A failure is counted: the next turn then begins a new conversation."""
         if self._client is None or not aliases:
             return
+        self._names.name(conversation, aliases)
         try:
             await self._client.name_conversation(
                 self.tenant, conversation, tuple(aliases), timeout_ms=self._call_timeout_ms
@@ -156,6 +215,21 @@ class Leases:
             return None
         self._saw(None)
         return engines
+
+    def _in_copy(self, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located | None:
+        now_ms = self._clock.now_ms()
+        staleness_ms = self._copy.staleness_ms(now_ms)
+        if not self._copy_staleness_ms or staleness_ms is None or staleness_ms > self._copy_staleness_ms:
+            return None
+        if conversation is None:
+            conversation = self._names.find(aliases[0])
+            if conversation is None:
+                return None
+        located = self._copy.locate(self.tenant, conversation, now_ms=now_ms)
+        return located if located.lease is not None else None
+
+    def _count(self, by: LocatedBy, outcome: LocateOutcome) -> None:
+        self._metrics.locates.labels(outcome, by).inc()
 
     def _saw(self, error: KvleaseError | None) -> None:
         state = RegistryState.UP if error is None else RegistryState.DOWN

@@ -8,11 +8,11 @@ Invariant: `outstanding` of a target is the number of `begin` less the number of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvlease.registry.values import EngineId, Located
+from kvlease.registry.values import Engine, EngineId, Located
 
 
 class Role(StrEnum):
@@ -60,6 +60,7 @@ class Routes:
         self._states = {target: _State() for target in targets}
         self._cooldown_ms = cooldown_ms
         self._choices = 0
+        self._lenders: frozenset[Target] | None = None
 
     def choose_prefill(self, now_ms: int, *, exclude: Collection[Target] = ()) -> Target | None:
         """The prefill engine with the fewest turns; None if all are excluded, down or cooling.
@@ -84,9 +85,22 @@ class Routes:
             return None
         url = base_url(located.api_url)
         for target in self.targets(Role.DECODE):
-            if target.engine_id == located.lease.engine_id or (target.engine_id is None and target.url == url):
+            if _is(target, located.lease.engine_id, url):
                 return target
         return None
+
+    def registered(self, engines: Iterable[Engine] | None) -> None:
+        """The engines that the registry knows as lenders; None: it did not say."""
+        if engines is None:
+            self._lenders = None
+            return
+        known = [(engine.engine_id, base_url(engine.api_url)) for engine in engines]
+        decode = self.targets(Role.DECODE)
+        self._lenders = frozenset(t for t in decode if any(_is(t, engine_id, url) for engine_id, url in known))
+
+    def lends(self, target: Target) -> bool | None:
+        """Whether the registry knows the decode engine as a lender; None if it does not say so now."""
+        return None if self._lenders is None else target in self._lenders
 
     def targets(self, role: Role | None = None) -> tuple[Target, ...]:
         return tuple(target for target in self._states if role is None or target.role is role)
@@ -141,3 +155,7 @@ class Routes:
         self._choices += 1
         self._states[target].chosen = self._choices
         return target
+
+
+def _is(target: Target, engine_id: EngineId, url: str) -> bool:
+    return target.engine_id == engine_id or (target.engine_id is None and target.url == url)

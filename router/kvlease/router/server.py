@@ -1,7 +1,7 @@
 """A router as one object: everything opened in order, and closed in the opposite one.
 
-Order of closing: /health says 503; no new connections; turns in flight end, at most `drain_timeout_ms`; probes and
-background work end; connections to engines and to the registry close.
+Order of closing: /health says 503; no new connections; turns in flight end, at most `drain_timeout_ms`; the feed of the
+lease copy, probes and background work end; connections to engines and to the registry close.
 
 Constructing does no I/O; `async with` opens and closes. Enter and leave it in the same task.
 """
@@ -18,6 +18,9 @@ from typing import Final, Self
 from aiohttp import web
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.clock import Clock, SystemClock
+from kvlease.registry.lease_copy import LeaseCopy
+from kvlease.registry.lease_copy_feed import LeaseCopyFeed
+from kvlease.registry.values import LeaseFilter
 from kvlease.router.app import RouterApp
 from kvlease.router.background import Background
 from kvlease.router.health import Probes
@@ -46,7 +49,8 @@ class RouterServer:
         self._clock = clock if clock is not None else SystemClock()
         self._stack = AsyncExitStack()
         self.routes: Final = Routes(settings.targets(), cooldown_ms=settings.cooldown_ms)
-        self.metrics: Final = RouterMetrics(self.routes)
+        self.copy: Final = LeaseCopy(limit=settings.max_copied_leases)
+        self.metrics: Final = RouterMetrics(self.routes, self.copy, self._clock)
         self.host = ""
         self.port = 0
 
@@ -72,7 +76,10 @@ class RouterServer:
         leases = Leases(
             client,
             self.metrics,
+            self.copy,
+            self._clock,
             tenant=settings.tenant_id,
+            copy_staleness_ms=settings.copy_staleness_ms,
             locate_timeout_ms=settings.locate_timeout_ms,
             call_timeout_ms=settings.registry_timeout_ms,
         )
@@ -86,6 +93,9 @@ class RouterServer:
         background = Background(group)
         stack.callback(background.cancel)
         stack.callback(group.create_task(probes.run()).cancel)
+        if client is not None and settings.copy_staleness_ms:
+            feed = LeaseCopyFeed(client, self.copy, clock=self._clock, selection=LeaseFilter(tenant=settings.tenant_id))
+            stack.callback(group.create_task(feed.run(), name="kvlease lease copy").cancel)
         legs = Legs(
             settings=settings,
             routes=self.routes,

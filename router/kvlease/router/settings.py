@@ -10,6 +10,9 @@ import re
 from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
+from kvlease.registry import flags
+from kvlease.registry.flags import Shown
+from kvlease.registry.lease_copy import MAX_COPIED_LEASES
 from kvlease.registry.values import DEFAULT_TENANT, EngineId, TenantId, is_id
 from kvlease.router.routes import Role, Target, base_url
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -21,9 +24,12 @@ _DAY_MS: Final = 24 * 3600 * 1000
 _MIB: Final = 1024 * 1024
 _ENGINE: Final = re.compile(r"(?:(?P<id>[^/]+)@)?(?P<url>https?://\S+)\Z")
 
-Ms = Annotated[int, Field(ge=1, le=_DAY_MS)]
+Ms = Annotated[int, Field(ge=1, le=_DAY_MS), Shown("MS")]
+Count = Annotated[int, Field(ge=1, le=1_000_000), Shown("N")]
+Bytes = Annotated[int, Field(ge=1_024, le=1_024 * _MIB), Shown("BYTES")]
+Address = Annotated[str, Shown("HOST:PORT")]
 LogLevel = Literal["debug", "info", "warning", "error"]
-Engines = Annotated[tuple[str, ...], NoDecode]
+Engines = Annotated[tuple[str, ...], NoDecode, Shown("URL")]
 
 
 class SettingsError(ValueError):
@@ -44,15 +50,15 @@ class RouterSettings(BaseSettings):
         cli_avoid_json=True,
     )
 
-    listen: str = Field("127.0.0.1:8000", description="HOST:PORT to serve on; port 0 picks a free one")
-    prefill: Engines = Field((), description="URL of a prefill engine; repeat for several (commas in the environment)")
-    decode: Engines = Field(
+    listen: Address = Field("127.0.0.1:8000", description="where to serve; port 0 picks a free one")
+    prefill: Engines = Field((), description="of a prefill engine; repeat for several (commas in the environment)")
+    decode: Annotated[Engines, Shown("[ENGINE_ID@]URL")] = Field(
         (),
-        description="[ENGINE_ID@]URL of a decode engine; repeat for several. The id is needed only where engines "
-        "publish another URL for themselves than the one the router uses",
+        description="of a decode engine; repeat for several. The id is needed only where engines publish another URL "
+        "for themselves than the one the router uses",
     )
-    registry: str = Field("127.0.0.1:7411", description='HOST:PORT of the registry, or "none": no leases')
-    tenant: str = Field(DEFAULT_TENANT, description="tenant of all turns")
+    registry: Address = Field("127.0.0.1:7411", description='of the registry, or "none": no leases')
+    tenant: Annotated[str, Shown("ID")] = Field(DEFAULT_TENANT, description="tenant of all turns")
 
     connect_timeout_ms: Ms = Field(2_000, description="to connect to an engine")
     prefill_timeout_ms: Ms = Field(600_000, description="for a prefill engine's answer, its queue included")
@@ -60,7 +66,12 @@ class RouterSettings(BaseSettings):
     idle_timeout_ms: Ms = Field(300_000, description="between two chunks of a stream")
     answer_timeout_ms: Ms = Field(3_600_000, description="for a whole answer that is not streamed")
     client_timeout_ms: Ms = Field(300_000, description="for a client to send its request, and to take in each chunk")
-    locate_timeout_ms: Ms = Field(20, description="for the registry's answer at the start of a turn")
+    locate_timeout_ms: Ms = Field(50, description="for the registry's answer at the start of a turn")
+    copy_staleness_ms: Annotated[int, Field(ge=0, le=_DAY_MS), Shown("MS")] = Field(
+        10_000,
+        description="turns are located in a copy of the registry's leases while it is no staler than this; 0: no copy, "
+        "the registry is asked each turn",
+    )
     registry_timeout_ms: Ms = Field(1_000, description="for any other call to the registry")
     models_timeout_ms: Ms = Field(10_000, description="for a decode engine's list of models")
     health_interval_ms: Ms = Field(2_000, description="between two health probes of an engine")
@@ -68,18 +79,23 @@ class RouterSettings(BaseSettings):
     cooldown_ms: Ms = Field(5_000, description="an engine that failed a turn is avoided for this long")
     drain_timeout_ms: Ms = Field(30_000, description="at shutdown, for turns in flight")
 
-    max_attempts: int = Field(3, ge=1, le=16, description="engines tried per turn and role")
-    max_turns: int = Field(4_096, ge=1, le=1_000_000, description="turns in flight; more are refused with 503")
-    max_body_bytes: int = Field(32 * _MIB, ge=1_024, le=1_024 * _MIB, description="of a request")
-    max_answer_bytes: int = Field(64 * _MIB, ge=1_024, le=1_024 * _MIB, description="of an answer that is not streamed")
-    max_messages: int = Field(4_096, ge=1, le=1_000_000, description="in a chat request")
+    max_attempts: Annotated[int, Shown("N")] = Field(3, ge=1, le=16, description="engines tried per turn and role")
+    max_turns: Count = Field(4_096, description="turns in flight; more are refused with 503")
+    max_body_bytes: Bytes = Field(32 * _MIB, description="of a request")
+    max_answer_bytes: Bytes = Field(64 * _MIB, description="of an answer that is not streamed")
+    max_messages: Count = Field(4_096, description="in a chat request")
+    max_copied_leases: Annotated[int, Field(ge=1, le=100_000_000), Shown("N")] = Field(
+        MAX_COPIED_LEASES, description="in the copy of the registry's leases; if there are more, there is no copy"
+    )
 
-    recompute_threshold: int | None = Field(
+    recompute_threshold: Annotated[int | None, Shown("TOKENS")] = Field(
         None, ge=0, le=1_000_000, description="fewest tokens worth a READ; overrides kv_recompute_threshold of engines"
     )
     renew: bool = Field(False, description="renew the located lease until its turn is prefilled")
     forward_authorization: bool = Field(True, description="pass the client's Authorization header on to engines")
-    otlp_endpoint: str | None = Field(None, description="OTLP/gRPC endpoint for traces; OTEL_* variables apply too")
+    otlp_endpoint: Annotated[str | None, Shown("HOST:PORT")] = Field(
+        None, description="OTLP/gRPC endpoint for traces; OTEL_* variables apply too"
+    )
     log_level: LogLevel = Field("info", description="least severe messages to log")
 
     @field_validator("prefill", "decode", mode="before")
@@ -139,7 +155,7 @@ def load(argv: list[str] | None = None) -> RouterSettings:
     Raises SettingsError, and SystemExit from argparse for an unknown flag or --help.
     """
     try:
-        return RouterSettings(_cli_parse_args=argv if argv is not None else [])  # type: ignore[call-arg]
+        return flags.parse(RouterSettings, argv if argv is not None else [])
     except ValidationError as error:
         raise SettingsError("\n".join(_lines(error))) from error
 

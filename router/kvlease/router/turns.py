@@ -140,7 +140,9 @@ class Turns:
         if not self._leases.on:
             return None
         with quiet_span(self._tracer, "locate", SpanKind.INTERNAL) as span:
-            located = await self._leases.locate(named, chain.known() if chain is not None else ())
+            lookup = await self._leases.locate(named, chain.known() if chain is not None else ())
+            span.set_attribute("kvlease.located_by", lookup.by)
+            located = lookup.located
             if located is None:
                 return None
             if located.lease is None:

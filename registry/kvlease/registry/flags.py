@@ -1,0 +1,56 @@
+"""Command line flags made from typed settings, with a `--help` that says what each value looks like.
+
+Parsing is pydantic-settings' and argparse's; only the words in the help are ours. No setting is named here.
+Invariant: the same settings come out with and without this, for every command line.
+"""
+
+from __future__ import annotations
+
+from argparse import Action, ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from pydantic_settings import BaseSettings, CliSettingsSource
+
+_NO_DEFAULTS: Final = (" (default: ())", " (default: )", " (default: None)")
+"""How it would be shown that there is no value unless one is given."""
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a value is written in the help: `Annotated[int, Shown("MS")]`."""
+
+    metavar: str
+
+
+def parse(settings: type[Settings], argv: Sequence[str]) -> Settings:
+    """Settings from flags and what else their class reads.
+
+    Raises pydantic's ValidationError; SystemExit from argparse for an unknown flag or --help.
+    """
+    config = settings.model_config
+    metavars = {
+        f"--{name.replace('_', '-')}": shown.metavar
+        for name, field in settings.model_fields.items()
+        for shown in field.metadata
+        if isinstance(shown, Shown)
+    }
+    prefix = config.get("env_prefix", "")
+    parser = ArgumentParser(
+        prog=config.get("cli_prog_name"),
+        description=settings.__doc__,
+        epilog=f"Each flag is also an environment variable: --some-flag is {prefix}SOME_FLAG. Flags win.",
+    )
+
+    def add(to: ArgumentParser, *names: str, **options: Any) -> Action:
+        if names[0] in metavars:
+            options["metavar"] = metavars[names[0]]
+        for nothing in _NO_DEFAULTS:
+            options["help"] = options["help"].removesuffix(nothing)
+        return to.add_argument(*names, **options)
+
+    source = CliSettingsSource[Any](settings, root_parser=parser, add_argument_method=add, cli_parse_args=list(argv))
+    return settings(_cli_settings_source=source)

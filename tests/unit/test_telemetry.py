@@ -143,7 +143,7 @@ def test_metric_names_follow_the_rules() -> None:
     names = [metric.name for metric in all_metrics()]
     assert len(names) > 20
     assert len(set(names)) == len(names)
-    part = re.compile(r"kvlease_(registry|lender|borrower|router)_[a-z_]+\Z")
+    part = re.compile(r"kvlease_(registry|lender|borrower|connector|router)_[a-z_]+\Z")
     assert [name for name in names if not part.match(name)] == []
     assert [name for name in names if name.endswith(("_ms", "_milliseconds", "_kb", "_mb"))] == [], "base units only"
     forbidden = {"lease", "lease_id", "conversation", "request", "digest"}

@@ -18,6 +18,7 @@ from kvlease.connector.borrower import ComputeReason
 from kvlease.connector.loads import LoadReport, WorkerReports
 from kvlease.connector.seal import VALUE_BYTES
 from kvlease.connector.seal_table import SealTable
+from kvlease.registry.metrics import Metric
 
 from tests.engines.engine import BLOCK_TOKENS, ENVIRONMENT
 from tests.engines.model import model_dir
@@ -83,9 +84,9 @@ class Desk:
     def whole_seals(self) -> int:
         return sum(any(self.table.read(slot)[:VALUE_BYTES]) for slot in range(self.table.slots))
 
-    def count(self, metric: str, **labels: str) -> float:
+    def count(self, metric: Metric, **labels: str) -> float:
         """A counter of the connector; 0 if it was never touched."""
-        return self.side._instruments.registry.get_sample_value(f"kvlease_connector_{metric}", labels) or 0.0
+        return self.side._instruments.registry.get_sample_value(metric.name, labels) or 0.0
 
     def add(
         self,

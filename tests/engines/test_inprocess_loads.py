@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="the scheduler is vLLM's: install the engines
 
 from kvlease.connector.borrower import ComputeReason
 from kvlease.connector.vllm_metadata import attached_orders, attached_refused
+from kvlease.registry.metrics import BORROWER_MISSES
 
 from tests.engines.engine import BLOCK_TOKENS
 from tests.engines.inprocess import LENDER_PARAMS, LENT_FROM, Desk, DeskSettings, Loads, Params, desk, hit, tokens
@@ -30,7 +31,7 @@ def borrower(request: pytest.FixtureRequest) -> Iterator[Desk]:
 
 
 def misses(borrower: Desk, reason: ComputeReason) -> float:
-    return borrower.count("misses_total", reason=reason.value)
+    return borrower.count(BORROWER_MISSES, reason=reason.value)
 
 
 def at_rest(borrower: Desk) -> None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvlease.registry.client import RegistryClient
+from kvlease.registry.client_credentials import Credentials
 from kvlease.registry.lender_session import LenderSession, SessionLimits
 from kvlease.registry.values import (
     DEFAULT_TENANT,
@@ -83,8 +84,10 @@ class Lender:
 
 
 @asynccontextmanager
-async def lending(endpoint: str, limits: SessionLimits = QUICK) -> AsyncIterator[Lender]:
-    async with RegistryClient(endpoint) as client:
+async def lending(
+    endpoint: str, limits: SessionLimits = QUICK, credentials: Credentials | None = None
+) -> AsyncIterator[Lender]:
+    async with RegistryClient(endpoint, credentials=credentials) as client:
         heard, clock = Heard(), SteppedClock(1_000)
         session = LenderSession(client, ENGINE, clock=clock, listener=heard, limits=limits)
         running = asyncio.create_task(session.run())

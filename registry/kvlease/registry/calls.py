@@ -1,4 +1,5 @@
 """The edge around every rpc: our errors become gRPC statuses, calls are timed and counted, the caller's trace joined.
+The caller is let in here, too, or not (`identity_gate.py`): refusals are counted like any other error.
 
 A server interceptor, so that the servicer only decodes, calls and encodes. Nothing here knows what an rpc does.
 Invariant: a KvleaseError never leaves without its reason; any other exception leaves as INTERNAL with no text of its
@@ -16,15 +17,12 @@ import grpc
 import grpc.aio
 from kvlease.registry.errors import InternalError, KvleaseError, Reason
 from kvlease.registry.errors_grpc import abort
+from kvlease.registry.identity_gate import Behavior, Context, Gate, Message
 from kvlease.registry.telemetry import context_from_traceparent
 from opentelemetry import context as trace_context
 
 _log = logging.getLogger(__name__)
 
-# The types of grpc's handlers: messages of any rpc, which this file passes on without looking.
-Message = Any
-Context = grpc.aio.ServicerContext[Message, Message]
-Behavior = Callable[[Message, Context], Awaitable[Message]]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
@@ -39,10 +37,12 @@ class CallObserver(Protocol):
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of one service; other services (health, reflection) pass through."""
 
-    def __init__(self, service: str, observer: CallObserver, *, join_traces: bool) -> None:
+    def __init__(self, service: str, observer: CallObserver, *, join_traces: bool, gate: Gate | None = None) -> None:
+        """`gate`: None lets everybody in."""
         self._prefix: Final = f"/{service}/"
         self._observer: Final = observer
         self._join_traces: Final = join_traces
+        self._gate: Final = gate
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
@@ -68,6 +68,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(self._call(rpc, handler.stream_stream), **codecs)
 
     def _call(self, rpc: str, behavior: Behavior) -> Behavior:
+        if self._gate is not None:
+            behavior = self._gate.guarded(rpc, behavior)
+
         async def call(request: Message, context: Context) -> Message:
             started = time.perf_counter()
             token = self._join(context)

@@ -14,11 +14,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol, Self, TypeVar
 
-import grpc
 import grpc.aio
 from kvlease.registry.backoff import Backoff
 from kvlease.registry.batches import split
 from kvlease.registry.client_channel import ClientLimits, open_channel
+from kvlease.registry.client_credentials import Credentials
 from kvlease.registry.errors import InvalidRequest, MalformedAnswer, RegistryUnavailable
 from kvlease.registry.errors_grpc import from_rpc_error
 from kvlease.registry.resolve_stream import ResolveStream
@@ -100,7 +100,7 @@ class RegistryClient:
         self,
         endpoint: str,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials | None = None,
         limits: ClientLimits | None = None,
         fraction: Callable[[], float] = random.random,
     ) -> None:
@@ -113,6 +113,7 @@ class RegistryClient:
         self._open: _Open | None = None
 
     async def __aenter__(self) -> Self:
+        """Raises CredentialsInvalid."""
         channel = open_channel(self._endpoint, self._credentials)
         backoff = Backoff(
             first_ms=self._limits.backoff_first_ms, cap_ms=self._limits.backoff_cap_ms, fraction=self._fraction

@@ -12,6 +12,8 @@ from typing import Final
 
 import grpc
 import grpc.aio
+from kvlease.registry.client_credentials import Credentials
+from kvlease.registry.client_fresh import FreshChannel
 from kvlease.registry.errors import RegistryUnavailable
 from kvlease.registry.telemetry import TraceparentInterceptor
 from kvlease.registry.values import MAX_MESSAGE_BYTES
@@ -61,12 +63,21 @@ class ClientLimits:
     """Pages of one list: a million leases, a thousand to a page."""
 
 
-def open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to `endpoint` (host:port, or any gRPC target). Needs a running event loop; connects when first used."""
-    interceptors: list[grpc.aio.ClientInterceptor] = [TraceparentInterceptor()]
-    if credentials is None:
-        return grpc.aio.insecure_channel(endpoint, options=CLIENT_OPTIONS, interceptors=interceptors)
-    return grpc.aio.secure_channel(endpoint, credentials, options=CLIENT_OPTIONS, interceptors=interceptors)
+def open_channel(endpoint: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
+    """A channel to `endpoint` (host:port, or any gRPC target). Needs a running event loop; connects when first used.
+
+    Reads the files of `credentials`, again whenever they change. Raises CredentialsInvalid.
+    """
+
+    def connect(channel: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+        interceptors: list[grpc.aio.ClientInterceptor] = [TraceparentInterceptor()]
+        if channel is None:
+            return grpc.aio.insecure_channel(endpoint, options=CLIENT_OPTIONS, interceptors=interceptors)
+        return grpc.aio.secure_channel(endpoint, channel, options=CLIENT_OPTIONS, interceptors=interceptors)
+
+    if credentials is None or not credentials.paths:
+        return connect(None)
+    return FreshChannel(endpoint, credentials, connect)
 
 
 async def connected(channel: grpc.aio.Channel, *, timeout_ms: int, patient: bool) -> None:

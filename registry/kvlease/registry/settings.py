@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Final, Literal, Self
 
 from kvlease.registry import flags
+from kvlease.registry.client_credentials import is_loopback
 from kvlease.registry.flags import Shown
 from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import is_id
@@ -24,6 +25,7 @@ _MOST: Final = 100_000_000
 Ms = Annotated[int, Field(ge=1, le=_DAY_MS), Shown("MS")]
 Count = Annotated[int, Field(ge=1, le=_MOST), Shown("N")]
 Address = Annotated[str, Shown("HOST:PORT")]
+File = Annotated[str, Shown("FILE")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -48,6 +50,22 @@ class RegistrySettings(BaseSettings):
 
     listen: Address = Field(default="127.0.0.1:7411", description="for gRPC; port 0 picks a free one")
     metrics_listen: Address = Field(default="127.0.0.1:7412", description='for Prometheus, or "none"')
+    tls_cert: File = Field(default="", description="this registry's certificate, PEM; read again when it changes")
+    tls_key: File = Field(default="", description="its private key, PEM; not readable for others")
+    tls_ca: File = Field(
+        default="", description="the CA of clients' certificates; their kvlease:// URIs say who a client is"
+    )
+    token_file: File = Field(
+        default="",
+        description="instead of tls-ca: hashes of bearer tokens, and whose they are; read again when it changes",
+    )
+    insecure: bool = Field(
+        default=False, description="serve other hosts although callers prove nothing, or tokens are not encrypted"
+    )
+    connection_age_ms: Ms = Field(
+        default=_DAY_MS,
+        description="with tls-ca, connections end at this age, and with them the use of an expired certificate",
+    )
     store: Annotated[str, Shown("STORE")] = Field(
         default="memory", description='where changes are kept: "memory" (one registry; lenders present again)'
     )
@@ -74,6 +92,9 @@ class RegistrySettings(BaseSettings):
     max_aliases_per_tenant: Count = Field(default=_DEFAULTS.max_aliases_per_tenant, description="aliases of one tenant")
     max_watchers: Count = Field(default=1_024, description="open watches")
     max_resolve_streams: Count = Field(default=4_096, description="open resolve streams")
+    shed_above_lag_ms: Ms = Field(
+        default=250, description="resolves are refused while the event loop comes round later than this, locates at 4 x"
+    )
     keep_events: Count = Field(default=65_536, description="lease events kept: how far a watcher may fall behind")
 
     otlp_endpoint: Annotated[str | None, Shown("HOST:PORT")] = Field(
@@ -115,7 +136,28 @@ class RegistrySettings(BaseSettings):
             )
         if self.session_ttl_ms <= self.suspect_after_ms:
             raise ValueError("session-ttl-ms: must be longer than suspect-after-ms")
+        self._check_identity()
         return self
+
+    def _check_identity(self) -> None:
+        """Raises ValueError, naming a setting."""
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls-cert: goes together with --tls-key: give both or neither")
+        if self.tls_ca and not self.tls_cert:
+            raise ValueError("tls-ca: needs --tls-cert and --tls-key, this registry's own certificate")
+        if self.tls_ca and self.token_file:
+            raise ValueError("token-file: callers have certificates (--tls-ca) or tokens, not both")
+        if self.insecure or is_loopback(split_address(self.listen)[0]):
+            return
+        if not (self.tls_ca or self.token_file):
+            raise ValueError(
+                f"listen: other hosts could reach {self.listen}, and nobody would have to say who they are. Give "
+                "--tls-cert, --tls-key and --tls-ca, or --token-file, or say --insecure"
+            )
+        if self.token_file and not self.tls_cert:
+            raise ValueError(
+                "token-file: tokens would travel unencrypted. Give --tls-cert and --tls-key, or say --insecure"
+            )
 
     def table_limits(self) -> TableLimits:
         """What of this the lease table is told."""

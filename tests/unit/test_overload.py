@@ -1,4 +1,7 @@
-"""The overload signal, driven by hand: when shedding starts, what is shed, when it ends."""
+"""The overload signal, driven by hand: when shedding starts, what is shed, when it ends.
+
+No load is made and nothing is timed.
+"""
 
 from __future__ import annotations
 

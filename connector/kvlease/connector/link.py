@@ -177,7 +177,8 @@ class Link:
             self._loop.close()
 
     async def _run(self) -> None:
-        async with RegistryClient(self._settings.registry) as client, self._probe:
+        settings = self._settings
+        async with RegistryClient(settings.registry, credentials=settings.credentials) as client, self._probe:
             self._client = client
             self._open_session()
             await self._stop.wait()

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Self
 
+from kvlease.registry.client_credentials import Credentials
 from kvlease.registry.values import DEFAULT_TENANT, OnDeadline, TenantId, is_id
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
@@ -47,6 +48,10 @@ class ConnectorSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVLEASE_CONNECTOR_", extra="forbid", frozen=True)
 
     registry: Endpoint = Field(description="HOST:PORT of the registry")
+    tls_ca: str = Field("", description="file: the CA of the registry's certificate; empty: no TLS")
+    tls_cert: str = Field("", description="file: this engine's certificate, with its kvlease:// names")
+    tls_key: str = Field("", description="file: the certificate's private key")
+    token_file: str = Field("", description="file: this engine's bearer token, where callers are known by tokens")
     lend: bool | None = Field(None, description="keep the KV of finished turns; default: if the engine decodes")
     borrow: bool | None = Field(None, description="read leases instead of computing; default: if the engine prefills")
     lease_ttl_ms: int = Field(480_000, ge=0, le=86_400_000, description="how far ahead a publish puts the deadline")
@@ -67,6 +72,12 @@ class ConnectorSettings(BaseSettings):
     otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces; empty: as OTEL_* variables say")
     allow_untested_engine: bool = Field(False, description="try vLLM versions that this release was not tested with")
 
+    @model_validator(mode="after")
+    def _usable_credentials(self) -> Self:
+        """Reads the files once, so that an engine does not start only to be refused by the registry."""
+        self.credentials.check(self.registry)
+        return self
+
     @classmethod
     def load(cls, given: Mapping[str, object]) -> Self:
         """Settings from the engine's configuration and the environment; raises SettingsInvalid with one line each."""
@@ -80,6 +91,11 @@ class ConnectorSettings(BaseSettings):
             raise SettingsInvalid(
                 'kv_connector_extra_config["kvlease"] of the engine is not usable:\n' + "\n".join(lines)
             ) from None
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the registry knows this engine by. Raises CredentialsInvalid."""
+        return Credentials(tls_ca=self.tls_ca, tls_cert=self.tls_cert, tls_key=self.tls_key, token_file=self.token_file)
 
     @property
     def registry_is_local(self) -> bool:

@@ -68,7 +68,11 @@ class RouterServer:
 
     async def _open(self, stack: AsyncExitStack) -> None:
         settings = self._settings
-        client = await stack.enter_async_context(RegistryClient(settings.registry)) if settings.leases else None
+        client = (
+            await stack.enter_async_context(RegistryClient(settings.registry, credentials=settings.credentials))
+            if settings.leases
+            else None
+        )
         upstream = await stack.enter_async_context(Upstream(connect_timeout_ms=settings.connect_timeout_ms))
         group = await asyncio.TaskGroup().__aenter__()
         # An error of the caller is not the group's: it passes as it is, not inside an ExceptionGroup.

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from kvlease.registry import flags
+from kvlease.registry.client_credentials import Credentials, CredentialsInvalid
 from kvlease.registry.flags import Shown
 from kvlease.registry.lease_copy import MAX_COPIED_LEASES
 from kvlease.registry.values import DEFAULT_TENANT, EngineId, TenantId, is_id
@@ -28,6 +29,7 @@ Ms = Annotated[int, Field(ge=1, le=_DAY_MS), Shown("MS")]
 Count = Annotated[int, Field(ge=1, le=1_000_000), Shown("N")]
 Bytes = Annotated[int, Field(ge=1_024, le=1_024 * _MIB), Shown("BYTES")]
 Address = Annotated[str, Shown("HOST:PORT")]
+File = Annotated[str, Shown("FILE")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Engines = Annotated[tuple[str, ...], NoDecode, Shown("URL")]
 
@@ -58,6 +60,10 @@ class RouterSettings(BaseSettings):
         "for themselves than the one the router uses",
     )
     registry: Address = Field("127.0.0.1:7411", description='of the registry, or "none": no leases')
+    tls_ca: File = Field("", description="the CA of the registry's certificate; without it, no TLS")
+    tls_cert: File = Field("", description="this router's certificate, with its kvlease:// names")
+    tls_key: File = Field("", description="the certificate's private key")
+    token_file: File = Field("", description="this router's bearer token, where callers are known by tokens")
     tenant: Annotated[str, Shown("ID")] = Field(DEFAULT_TENANT, description="tenant of all turns")
 
     connect_timeout_ms: Ms = Field(2_000, description="to connect to an engine")
@@ -125,6 +131,12 @@ class RouterSettings(BaseSettings):
     def _complete(self) -> Self:
         if self.listen == NO_REGISTRY:
             raise ValueError("listen: must be HOST:PORT")
+        try:
+            credentials = self.credentials
+            if self.leases:
+                credentials.check(self.registry)
+        except CredentialsInvalid as error:
+            raise ValueError(f"tls-ca: {error}") from error
         targets = self.targets()
         for role in Role:
             urls = [target.url for target in targets if target.role is role]
@@ -133,6 +145,11 @@ class RouterSettings(BaseSettings):
             if len(set(urls)) != len(urls):
                 raise ValueError(f"{role}: the same URL is given twice")
         return self
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the registry knows this router by. Raises CredentialsInvalid."""
+        return Credentials(tls_ca=self.tls_ca, tls_cert=self.tls_cert, tls_key=self.tls_key, token_file=self.token_file)
 
     @property
     def leases(self) -> bool:

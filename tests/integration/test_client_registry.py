@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 
 import pytest
 from kvlease.registry.client import RegistryClient
@@ -178,7 +177,7 @@ async def test_misses_say_why() -> None:
         await its.lends(publication("l-1", chain(8)))
         unknown = await client.resolve(by_digests(chain(8), TenantId("somebody-else")), timeout_ms=LONG_MS)
         assert unknown == Miss(reason=MissReason.UNKNOWN), "another tenant's lease looks like no lease"
-        other_model = replace(by_digests(chain(8)), fingerprint_hash=b"g" * 16, conversation=ConversationId("c"))
+        other_model = by_digests(chain(8))._replace(fingerprint_hash=b"g" * 16, conversation=ConversationId("c"))
         answer = await client.resolve(other_model, timeout_ms=LONG_MS)
         assert isinstance(answer, Miss)
         assert answer.reason is MissReason.FINGERPRINT

@@ -264,3 +264,23 @@ def test_a_list_goes_on_where_it_stopped_whatever_came_and_went() -> None:
     assert listed(LeaseFilter(conversation=ConversationId("e"))) == ["e"]
     assert listed(LeaseFilter(tenant=TENANT, conversation=ConversationId("e"))) == ["e"]
     assert listed(LeaseFilter(tenant=OTHER)) == []
+
+
+@given(texts=st.lists(TEXTS, max_size=12), query=TEXTS)
+def test_the_short_cut_says_what_the_long_way_says_or_nothing(texts: list[str], query: str) -> None:
+    index = PrefixIndex()
+    for i, text in enumerate(texts):
+        index.add(chain(text), LeaseId(str(i)))
+    best, ways = index.best(chain(query)), list(index.nearest(chain(query)))
+    if best is not None:
+        assert best == ways[0]
+        assert len(ways) == 1 or ways[1][0] < ways[0][0], "the only one that shares as much"
+
+
+def test_the_next_turn_of_a_conversation_takes_the_short_cut() -> None:
+    index, texts = PrefixIndex(), [f"{first}bc" for first in "abcdefghijklmnopqrstuvwxyz"]
+    for text in texts:
+        index.add(chain(text), LeaseId(text))
+    answers = [index.best(chain(f"{text}de")) for text in texts]
+    assert len([x for x in answers if x is not None]) >= len(texts) - 2, "all but those at the ends of a row"
+    assert {x for x in answers if x is not None} <= {(3, LeaseId(text)) for text in texts}

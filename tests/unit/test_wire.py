@@ -6,7 +6,6 @@ Values are generated over the whole of what `values.py` allows. Serialisation is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -335,8 +334,7 @@ def test_a_bad_query_is_refused_by_name_on_both_sides(fault: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         wire_resolve.decode_query(message)
     assert caught.value.field == field
-    spoiled = replace(
-        good,
+    spoiled = good._replace(
         tenant=TenantId(message.tenant),
         lease_id=LeaseId(message.lease_id) or None,
         conversation=ConversationId(message.conversation) or None,

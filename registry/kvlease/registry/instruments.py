@@ -17,12 +17,12 @@ from kvlease.registry.service import RegistryService, WrappedService
 from kvlease.registry.shell import RegistryShell
 from kvlease.registry.store import Batch, Store
 from kvlease.registry.table_changes import LeaseGone, SessionId, StoreChange
+from kvlease.registry.table_search import Found
 from kvlease.registry.values import (
     Alias,
     ConversationId,
     EndReason,
     EngineId,
-    Hit,
     Incarnation,
     LeaseId,
     Located,
@@ -37,8 +37,36 @@ from kvlease.registry.values import (
     TenantId,
 )
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+
+class ReadCounts(Collector):
+    """Resolves, locates and their misses, as plain numbers: a resolve must not pay for a lock.
+
+    Written on the event loop only; the thread that serves metrics reads each number as it happens to be.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.resolve_hits = 0
+        self.resolve_misses = 0
+        self.locate_hits = 0
+        self.locate_misses = 0
+        self.misses: Final = dict.fromkeys(MissReason, 0)
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """Every series is there from the start."""
+        counted = (
+            (metrics.REGISTRY_RESOLVES, {"hit": self.resolve_hits, "miss": self.resolve_misses}),
+            (metrics.REGISTRY_LOCATES, {"hit": self.locate_hits, "miss": self.locate_misses}),
+            (metrics.REGISTRY_MISSES, self.misses),
+        )
+        for metric, values in counted:
+            family = CounterMetricFamily(metric.name, metric.text, labels=metric.labels)
+            for label, value in values.items():
+                family.add_metric((str(label),), value)
+            yield family
 
 
 class CountingService(WrappedService):
@@ -46,32 +74,28 @@ class CountingService(WrappedService):
 
     def __init__(self, inner: RegistryService, registry: CollectorRegistry) -> None:
         super().__init__(inner)
-        resolves, locates = metrics.REGISTRY_RESOLVES.counter(registry), metrics.REGISTRY_LOCATES.counter(registry)
-        misses = metrics.REGISTRY_MISSES.counter(registry)
+        self._reads: Final = ReadCounts(registry)
         publishes, renewals = metrics.REGISTRY_PUBLISHES.counter(registry), metrics.REGISTRY_RENEWALS.counter(registry)
         # Children are made at once: every series is there from the start, and counting is one call.
-        self._resolve_hits, self._resolve_misses = (resolves.labels(x) for x in ("hit", "miss"))
-        self._locate_hits, self._locate_misses = (locates.labels(x) for x in ("hit", "miss"))
-        self._misses = {reason: misses.labels(reason.value) for reason in MissReason}
         self._publishes = {status: publishes.labels(status.value) for status in PublishStatus}
         self._renewals = {status: renewals.labels(status.value) for status in RenewStatus}
 
-    def resolve(self, query: ResolveQuery) -> Hit | Miss:
-        answer = self.inner.resolve(query)
-        if isinstance(answer, Hit):
-            self._resolve_hits.inc()
-        else:
-            self._resolve_misses.inc()
-            self._misses[answer.reason].inc()
-        return answer
+    def resolve(self, queries: Sequence[ResolveQuery]) -> list[Found | Miss]:
+        answers = self.inner.resolve(queries)
+        missed = [answer.reason for answer in answers if isinstance(answer, Miss)]
+        self._reads.resolve_hits += len(answers) - len(missed)
+        self._reads.resolve_misses += len(missed)
+        for reason in missed:
+            self._reads.misses[reason] += 1
+        return answers
 
     def locate(self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located:
         located = self.inner.locate(tenant, conversation, aliases)
         if located.reason is None:
-            self._locate_hits.inc()
+            self._reads.locate_hits += 1
         else:
-            self._locate_misses.inc()
-            self._misses[located.reason].inc()
+            self._reads.locate_misses += 1
+            self._reads.misses[located.reason] += 1
         return located
 
     async def publish(

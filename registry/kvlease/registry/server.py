@@ -23,7 +23,7 @@ from kvlease.registry.client_channel import SERVER_OPTIONS
 from kvlease.registry.clock import Clock, SystemClock
 from kvlease.registry.instruments import CallMetrics, CountingService, CountingStore, LeaseGauges
 from kvlease.registry.service import RegistryService
-from kvlease.registry.servicer import RegistryServicer
+from kvlease.registry.servicer import SERVICE, RegistryServicer, add_to_server
 from kvlease.registry.settings import NO_METRICS, RegistrySettings, split_address
 from kvlease.registry.shell import RegistryShell
 from kvlease.registry.store import MemoryStore, Store
@@ -31,11 +31,9 @@ from kvlease.registry.table import LeaseTable
 from kvlease.registry.telemetry import configure_tracing, serve_metrics
 from kvlease.registry.tracing import TracedService
 from kvlease.v1 import registry_pb2 as pb
-from kvlease.v1 import registry_pb2_grpc
 from opentelemetry.trace import NoOpTracer
 from prometheus_client import CollectorRegistry
 
-SERVICE: Final = pb.DESCRIPTOR.services_by_name["Registry"].full_name
 SHUTDOWN_S: Final = 5.0
 DRAIN_S: Final = 1.0
 """For lenders to leave; they need a few milliseconds."""
@@ -131,7 +129,7 @@ class RegistryServer:
             replica_id=self.replica_id,
         )
         servicer = RegistryServicer(service, welcome=welcome, max_resolve_streams=settings.max_resolve_streams)
-        registry_pb2_grpc.add_RegistryServicer_to_server(servicer, server)
+        add_to_server(servicer, server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from kvlease.registry.outbox import Outbox
 from kvlease.registry.table_changes import SessionId
+from kvlease.registry.table_search import Found
 from kvlease.registry.values import (
     Alias,
     ConversationId,
@@ -20,7 +21,6 @@ from kvlease.registry.values import (
     Engine,
     EngineId,
     EngineStatus,
-    Hit,
     Incarnation,
     LeaseFilter,
     LeaseId,
@@ -49,7 +49,7 @@ class LeasePage:
 class RegistryService(Protocol):
     """Everything a registry does for its callers. `RegistryShell` says what each does and raises."""
 
-    def resolve(self, query: ResolveQuery) -> Hit | Miss: ...
+    def resolve(self, queries: Sequence[ResolveQuery]) -> list[Found | Miss]: ...
 
     def locate(self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located: ...
 
@@ -100,8 +100,8 @@ class WrappedService:
     def __init__(self, inner: RegistryService) -> None:
         self.inner: Final = inner
 
-    def resolve(self, query: ResolveQuery) -> Hit | Miss:
-        return self.inner.resolve(query)
+    def resolve(self, queries: Sequence[ResolveQuery]) -> list[Found | Miss]:
+        return self.inner.resolve(queries)
 
     def locate(self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located:
         return self.inner.locate(tenant, conversation, aliases)

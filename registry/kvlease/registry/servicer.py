@@ -8,10 +8,11 @@ Invariant: nothing reaches the service that `wire` has not validated.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 
+import grpc
 import grpc.aio
-from kvlease.registry.errors import InvalidRequest, LimitReached, Overloaded
+from kvlease.registry.errors import LimitReached
 from kvlease.registry.service import RegistryService
 from kvlease.registry.servicer_publish import Publications
 from kvlease.registry.servicer_session import serve_session
@@ -20,8 +21,6 @@ from kvlease.registry.values import (
     EngineId,
     Incarnation,
     LeaseId,
-    Miss,
-    MissReason,
 )
 from kvlease.registry.wire import (
     decode_end,
@@ -34,29 +33,26 @@ from kvlease.registry.wire import (
     encode_publish_result,
     encode_renew_status,
 )
+from kvlease.registry.wire_answers import answer_bytes, batch_bytes
 from kvlease.registry.wire_checks import check_batch, check_id, check_width
 from kvlease.registry.wire_resolve import (
     decode_locate,
     decode_naming,
     decode_query,
-    encode_answer,
     encode_located,
-    fill_answer,
 )
 from kvlease.v1 import registry_pb2 as pb
 from kvlease.v1 import registry_pb2_grpc
 
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["Registry"].full_name
 PROGRESS_S: Final = 5.0
 """A watcher hears at least this often, if only how far it has got."""
 PAGE_LEASES: Final = 2_000
 """Leases in one answer at most, whatever was asked: with the longest ids and URLs they are below the message limit."""
 
-_INVALID: Final = Miss(reason=MissReason.INVALID)
-_OVERLOADED: Final = Miss(reason=MissReason.OVERLOADED)
-
 Context = grpc.aio.ServicerContext[object, object]
 SessionContext = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse]
-ResolveContext = grpc.aio.ServicerContext[pb.ResolveStreamRequest, pb.ResolveStreamResponse]
+ResolveContext = grpc.aio.ServicerContext[pb.ResolveStreamRequest, bytes]
 WatchContext = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 
 
@@ -89,8 +85,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
     async def End(self, request: pb.EndRequest, context: Context) -> pb.EndResponse:
         return pb.EndResponse(ended=await self._service.end(decode_end(request)))
 
-    async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
-        return encode_answer(self._service.resolve(decode_query(request)))
+    async def Resolve(self, request: pb.ResolveRequest, context: Context) -> bytes:  # type: ignore[override]
+        return answer_bytes(*self._service.resolve((decode_query(request),)))
 
     async def ResolveStream(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.ResolveStreamRequest], context: ResolveContext
@@ -100,7 +96,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         self._resolve_streams += 1
         try:
             async for message in request_iterator:
-                await context.write(self._answers(message))
+                await context.write(batch_bytes(self._service.resolve, message))
         finally:
             self._resolve_streams -= 1
 
@@ -133,16 +129,21 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
     async def ListEngines(self, request: pb.ListEnginesRequest, context: Context) -> pb.ListEnginesResponse:
         return pb.ListEnginesResponse(engines=[encode_engine_status(x) for x in self._service.list_engines()])
 
-    def _answers(self, message: pb.ResolveStreamRequest) -> pb.ResolveStreamResponse:
-        check_batch("requests", len(message.requests))
-        response = pb.ResolveStreamResponse()
-        resolve, add = self._service.resolve, response.answers.add
-        for item in message.requests:
-            answer = add(correlation_id=item.correlation_id)
-            try:
-                fill_answer(answer.response, resolve(decode_query(item.request)))
-            except InvalidRequest:
-                fill_answer(answer.response, _INVALID)
-            except Overloaded:
-                fill_answer(answer.response, _OVERLOADED)
-        return response
+
+def add_to_server(servicer: RegistryServicer, server: grpc.aio.Server) -> None:
+    """All rpcs of the contract, those for resolves with handlers that answer with bytes instead of messages.
+
+    grpc asks handlers registered by method first, the last one for each, and then generic ones in their order; which
+    kind the generated code adds is its own business, so ours stand first in both.
+    """
+    resolves: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Resolve": grpc.unary_unary_rpc_method_handler(
+            servicer.Resolve, request_deserializer=pb.ResolveRequest.FromString
+        ),
+        "ResolveStream": grpc.stream_stream_rpc_method_handler(
+            servicer.ResolveStream, request_deserializer=pb.ResolveStreamRequest.FromString
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, resolves),))
+    registry_pb2_grpc.add_RegistryServicer_to_server(servicer, server)
+    server.add_registered_method_handlers(SERVICE, resolves)

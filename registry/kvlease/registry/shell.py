@@ -21,6 +21,7 @@ from kvlease.registry.store import Store
 from kvlease.registry.table import LeaseTable
 from kvlease.registry.table_changes import Changes, RenewalSettled, SessionId
 from kvlease.registry.table_leases import Tally
+from kvlease.registry.table_search import Found
 from kvlease.registry.values import (
     Alias,
     ConversationId,
@@ -29,7 +30,6 @@ from kvlease.registry.values import (
     Engine,
     EngineId,
     EngineStatus,
-    Hit,
     Incarnation,
     LeaseFilter,
     LeaseId,
@@ -95,6 +95,10 @@ class RegistryShell:
         """How much each engine lends to each tenant."""
         return self._table.tallies()
 
+    def owner(self, lease_id: LeaseId) -> TenantId | None:
+        """Whose lease this is, for the log; None if it is not held."""
+        return self._table.owner(lease_id)
+
     def go_away(self) -> None:
         """Take no more sessions, tell lenders to connect elsewhere, end watches. Everything else goes on."""
         self._going_away = True
@@ -115,9 +119,12 @@ class RegistryShell:
 
     # --- reads
 
-    def resolve(self, query: ResolveQuery) -> Hit | Miss:
-        """The best lease for a prompt, or why there is none. Raises InvalidRequest."""
-        return self._table.resolve(query, now_ms=self._clock.now_ms())
+    def resolve(self, queries: Sequence[ResolveQuery]) -> list[Found | Miss]:
+        """For each prompt the best lease, or why there is none. Use them up before the next `await`.
+
+        Together, because what a batch shares is most of a resolve's cost. Raises InvalidRequest.
+        """
+        return self._table.find(queries, now_ms=self._clock.now_ms())
 
     def locate(self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located:
         """Where a conversation's KV is."""

@@ -31,7 +31,7 @@ from kvlease.registry.table_leases import HeldLease, Tally
 from kvlease.registry.table_ledger import Ledger
 from kvlease.registry.table_limits import TICK_WORK, TableLimits
 from kvlease.registry.table_roster import Roster
-from kvlease.registry.table_search import LeaseSearch
+from kvlease.registry.table_search import Found, LeaseSearch
 from kvlease.registry.table_time import TableTime
 from kvlease.registry.values import (
     Alias,
@@ -220,9 +220,15 @@ class LeaseTable:
         puts = (AliasPut(tenant=tenant, alias=x, conversation=conversation, ttl_ms=ttl_ms) for x in aliases)
         return Changes(stored=tuple(puts))
 
+    def find(self, queries: Sequence[ResolveQuery], *, now_ms: int) -> list[Found | Miss]:
+        """See `LeaseSearch.find`; one answer for each query, in order."""
+        find = self._search.find
+        return [find(query, now_ms) for query in queries]
+
     def resolve(self, query: ResolveQuery, *, now_ms: int) -> Hit | Miss:
-        """See `LeaseSearch.resolve`."""
-        return self._search.resolve(query, now_ms)
+        """The same for one, as a value that outlives the table's next change. Raises InvalidRequest."""
+        found = self._search.find(query, now_ms)
+        return found.hit() if isinstance(found, Found) else found
 
     def locate(
         self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias], *, now_ms: int
@@ -235,6 +241,11 @@ class LeaseTable:
     ) -> tuple[list[LeaseView], LeaseId | None]:
         """See `LeaseSearch.list_leases`."""
         return self._search.list_leases(wanted, after=after, limit=limit, now_ms=now_ms)
+
+    def owner(self, lease_id: LeaseId) -> TenantId | None:
+        """Whose lease this is, for the log; None if it is not held. No tenant may ever be told."""
+        lease = self._ledger.index.by_id.get(lease_id)
+        return None if lease is None else lease.publication.tenant
 
     def list_engines(self, *, now_ms: int) -> list[EngineStatus]:
         """Every engine that has not departed, by id."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class HeldLease:
     """A lease in the table. `publication` never changes; the fields here do, and only `LeaseTable` changes them."""
 
-    __slots__ = ("deadline_ms", "ends_at_deadline", "generation", "holder", "lapsed", "publication", "used_ms")
+    __slots__ = ("deadline_ms", "ends_at_deadline", "generation", "head", "holder", "lapsed", "publication", "used_ms")
 
     def __init__(self, publication: Publication, holder: EngineState, used_ms: int) -> None:
         self.publication = publication
@@ -46,6 +46,8 @@ class HeldLease:
         self.generation = 0
         self.used_ms = used_ms
         """Last published or resolved, on our clock: the least recent branch of a conversation goes first."""
+        self.head: tuple[bytes, bytes, int] | None = None
+        """What an edge makes, once, of that which never changes, to answer with. Not looked at here."""
 
     @property
     def state(self) -> LeaseState:

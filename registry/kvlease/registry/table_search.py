@@ -8,6 +8,7 @@ Invariant: a lease whose end is due, or whose lender is silent, is never answere
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from kvlease.registry.aliases import Aliases
 from kvlease.registry.engines import EngineState
@@ -38,6 +39,34 @@ _SUSPECT = Miss(reason=MissReason.SUSPECT)
 _DIVERGED = Miss(reason=MissReason.DIVERGED)
 
 
+class Found(NamedTuple):
+    """The lease that answers a resolve. Valid until the table changes: encode it, or take `hit`, before that."""
+
+    lease: HeldLease
+    matched_strides: int
+    remaining_ms: int
+    """Until the deadline, by the lender's clock."""
+
+    @property
+    def state(self) -> LeaseState:
+        """As of now, also between a deadline and the tick that records it."""
+        return LeaseState.LAPSED if self.lease.lapsed or self.remaining_ms <= 0 else LeaseState.LIVE
+
+    def hit(self) -> Hit:
+        publication, engine = self.lease.publication, self.lease.holder.engine
+        return Hit(
+            lease_id=publication.lease_id,
+            engine_id=engine.engine_id,
+            incarnation=engine.incarnation,
+            conversation=publication.conversation,
+            record=publication.record,
+            matched_strides=self.matched_strides,
+            state=self.state,
+            remaining_ms=self.remaining_ms,
+            traceparent=publication.traceparent,
+        )
+
+
 class LeaseSearch:
     """The questions that the table answers."""
 
@@ -48,29 +77,36 @@ class LeaseSearch:
         self._engines = engines
         self._suspect_after_ms = ledger.limits.suspect_after_ms
 
-    def resolve(self, query: ResolveQuery, now_ms: int) -> Hit | Miss:
+    def find(self, query: ResolveQuery, now_ms: int) -> Found | Miss:
         """The lease with the longest common prefix, then the longest time left; or why there is none.
 
         Raises InvalidRequest if the query names nothing, or its digests are no whole number of digests.
         """
-        if not query.digests:
-            return self._resolve_named(query, now_ms)
-        if len(query.digests) % DIGEST_BYTES:
+        tenant_id, _, _, digests, stride_tokens, fingerprint_hash = query
+        if not digests:
+            return self._find_named(query, now_ms)
+        if len(digests) % DIGEST_BYTES:
             raise InvalidRequest(f"digests must be a multiple of {DIGEST_BYTES} bytes", field="digests")
         miss = _UNKNOWN
         best: HeldLease | None = None
         best_common = 0
         best_remaining = 0
-        tenant = self._index.tenants.get(query.tenant)
+        tenant = self._index.tenants.get(tenant_id)
         if tenant is not None:
             by_id = self._index.by_id
+            likely = tenant.prefixes.best(digests)
+            if likely is not None:
+                lease: HeldLease = by_id[likely[1]]
+                if self._refusal(lease, digests, stride_tokens, fingerprint_hash, now_ms) is None:
+                    lease.used_ms = now_ms
+                    return Found(lease, likely[0], lease.holder.remaining_ms(lease, now_ms))
             scanned = 0
-            for common, lease_id in tenant.prefixes.nearest(query.digests):
+            for common, lease_id in tenant.prefixes.nearest(digests):
                 scanned += 1
                 if common < best_common or scanned > SCAN_LIMIT:
                     break
-                lease: HeldLease = by_id[lease_id]
-                refusal = self._refusal(lease, query, now_ms)
+                lease = by_id[lease_id]
+                refusal = self._refusal(lease, digests, stride_tokens, fingerprint_hash, now_ms)
                 if refusal is not None:
                     if miss is _UNKNOWN and refusal.reason is not MissReason.ENDED:
                         miss = refusal
@@ -79,7 +115,8 @@ class LeaseSearch:
                 if best is None or remaining > best_remaining:
                     best, best_common, best_remaining = lease, common, remaining
         if best is not None:
-            return self._hit(best, best_common, best_remaining, now_ms)
+            best.used_ms = now_ms
+            return Found(best, best_common, best_remaining)
         if miss is _UNKNOWN:
             return self._reason_by_name(query, now_ms)
         return miss
@@ -135,36 +172,24 @@ class LeaseSearch:
             and self._ledger.end_due(lease, now_ms) is None
         )
 
-    def _hit(self, lease: HeldLease, common: int, remaining_ms: int, now_ms: int) -> Hit:
-        lease.used_ms = now_ms
-        publication, engine = lease.publication, lease.holder.engine
-        return Hit(
-            lease_id=publication.lease_id,
-            engine_id=engine.engine_id,
-            incarnation=engine.incarnation,
-            conversation=publication.conversation,
-            record=publication.record,
-            matched_strides=common,
-            state=LeaseState.LAPSED if lease.lapsed or remaining_ms <= 0 else LeaseState.LIVE,
-            remaining_ms=remaining_ms,
-            traceparent=publication.traceparent,
-        )
-
-    def _refusal(self, lease: HeldLease, query: ResolveQuery, now_ms: int) -> Miss | None:
-        """Why this lease may not be answered to this query, prefixes aside."""
+    def _refusal(
+        self, lease: HeldLease, digests: bytes, stride_tokens: int, fingerprint_hash: bytes, now_ms: int
+    ) -> Miss | None:
+        """Why this lease may not be answered to such a query, prefixes aside."""
         holder, publication = lease.holder, lease.publication
-        reason = self._ledger.end_due(lease, now_ms)
-        if reason is not None:
-            return Miss(reason=MissReason.ENDED, end_reason=reason)
+        if lease.ends_at_deadline or lease.generation < holder.valid_from:  # or no end can be due
+            reason = self._ledger.end_due(lease, now_ms)
+            if reason is not None:
+                return Miss(reason=MissReason.ENDED, end_reason=reason)
         if holder.is_suspect(now_ms, self._suspect_after_ms):
             return _SUSPECT
-        if query.fingerprint_hash and query.fingerprint_hash != publication.fingerprint_hash:
+        if fingerprint_hash and fingerprint_hash != publication.fingerprint_hash:
             return Miss(reason=MissReason.FINGERPRINT, lender_fingerprint=holder.engine.fingerprint)
-        if query.digests and query.stride_tokens and query.stride_tokens != publication.stride_tokens:
+        if digests and stride_tokens and stride_tokens != publication.stride_tokens:
             return _DIVERGED
         return None
 
-    def _resolve_named(self, query: ResolveQuery, now_ms: int) -> Hit | Miss:
+    def _find_named(self, query: ResolveQuery, now_ms: int) -> Found | Miss:
         if query.lease_id is None and query.conversation is None:
             raise InvalidRequest("one of lease_id, conversation and digests must be given", field="digests")
         found: HeldLease | Miss = _UNKNOWN
@@ -176,13 +201,14 @@ class LeaseSearch:
                 found = best
         if isinstance(found, Miss):
             return found
-        return self._hit(found, found.publication.strides, found.holder.remaining_ms(found, now_ms), now_ms)
+        found.used_ms = now_ms
+        return Found(found, found.publication.strides, found.holder.remaining_ms(found, now_ms))
 
     def _by_lease_id(self, query: ResolveQuery, now_ms: int) -> HeldLease | Miss:
         assert query.lease_id is not None
         lease = self._index.of(query.tenant, query.lease_id)
         if lease is not None:
-            return self._refusal(lease, query, now_ms) or lease
+            return self._refusal(lease, query.digests, query.stride_tokens, query.fingerprint_hash, now_ms) or lease
         reason = self._ledger.ended.reason_for(query.lease_id, query.tenant)
         return _UNKNOWN if reason is None else Miss(reason=MissReason.ENDED, end_reason=reason)
 
@@ -192,7 +218,7 @@ class LeaseSearch:
         best: HeldLease | None = None
         best_key = (0, 0)
         for lease in leases:
-            refusal = self._refusal(lease, query, now_ms)
+            refusal = self._refusal(lease, query.digests, query.stride_tokens, query.fingerprint_hash, now_ms)
             if refusal is not None:
                 miss = refusal if miss is _UNKNOWN or miss.reason is MissReason.ENDED else miss
                 continue

@@ -14,6 +14,7 @@ from kvlease.registry.errors import KvleaseError
 from kvlease.registry.outbox import Outbox
 from kvlease.registry.service import RegistryService, WrappedService
 from kvlease.registry.table_changes import SessionId
+from kvlease.registry.table_search import Found
 from kvlease.registry.telemetry import link_from_traceparent
 from kvlease.registry.values import (
     Alias,
@@ -22,7 +23,6 @@ from kvlease.registry.values import (
     EndReason,
     Engine,
     EngineId,
-    Hit,
     Incarnation,
     LeaseId,
     Located,
@@ -54,15 +54,20 @@ class TracedService(WrappedService):
         self._tracer: Final = tracer
         self._sessions: dict[SessionId, Span] = {}
 
-    def resolve(self, query: ResolveQuery) -> Hit | Miss:
+    def resolve(self, queries: Sequence[ResolveQuery]) -> list[Found | Miss]:
+        return [self._resolve(query) for query in queries]
+
+    def _resolve(self, query: ResolveQuery) -> Found | Miss:
         with self._tracer.start_as_current_span("resolve", kind=SpanKind.SERVER) as span:
             span.set_attribute(TENANT, query.tenant)
-            answer = self.inner.resolve(query)
-            if isinstance(answer, Hit):
+            (answer,) = self.inner.resolve((query,))
+            if isinstance(answer, Found):
+                lease = answer.lease
+                publication = lease.publication
                 span.set_attribute(OUTCOME, "hit")
-                span.set_attribute(ENGINE_ID, answer.engine_id)
+                span.set_attribute(ENGINE_ID, lease.holder.engine.engine_id)
                 span.set_attribute(TOKENS_MATCHED, answer.matched_strides * query.stride_tokens)
-                _about_lease(span, answer.lease_id, answer.conversation, answer.traceparent)
+                _about_lease(span, publication.lease_id, publication.conversation, publication.traceparent)
             else:
                 span.set_attribute(OUTCOME, "miss")
                 span.set_attribute(MISS_REASON, answer.reason.value)

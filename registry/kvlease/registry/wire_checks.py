@@ -33,7 +33,7 @@ from kvlease.v1 import registry_pb2 as pb
 
 T = TypeVar("T")
 
-_MAX_DIGEST_BYTES: Final = MAX_DIGESTS * DIGEST_BYTES
+MAX_DIGEST_BYTES: Final = MAX_DIGESTS * DIGEST_BYTES
 
 # Enums, by name; a member that the contract lacks fails here, at import.
 STATE_OUT: Final = {m: pb.LeaseState.Value(f"LEASE_STATE_{m.name}") for m in LeaseState}
@@ -85,7 +85,7 @@ def check_instant(field: str, value_ms: int) -> int:
 def check_digests(field: str, digests: bytes) -> bytes:
     if len(digests) % DIGEST_BYTES:
         raise InvalidRequest(f"{field} must be a multiple of {DIGEST_BYTES} bytes, not {len(digests)}", field=field)
-    if len(digests) > _MAX_DIGEST_BYTES:
+    if len(digests) > MAX_DIGEST_BYTES:
         raise InvalidRequest(f"{field} may have {MAX_DIGESTS} digests at most", field=field, limit=Limit.DIGESTS)
     return digests
 

@@ -9,6 +9,8 @@ This is the hot path: `decode_query` and `fill_answer` build nothing that is not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
 
 from kvlease.registry.errors import InvalidRequest, Limit
 from kvlease.registry.values import (
@@ -34,6 +36,7 @@ from kvlease.registry.wire import decode_fingerprint, decode_lease, decode_recor
 from kvlease.registry.wire_checks import (
     END_IN,
     END_OUT,
+    MAX_DIGEST_BYTES,
     MISS_IN,
     MISS_OUT,
     STATE_IN,
@@ -48,33 +51,34 @@ from kvlease.registry.wire_checks import (
 )
 from kvlease.v1 import registry_pb2 as pb
 
+_known_tenant: Final = lru_cache(maxsize=1_024)(decode_tenant)
+"""Tenants are few and named by every resolve: most need not be looked at again."""
+
 
 def decode_query(message: pb.ResolveRequest) -> ResolveQuery:
     """Raises InvalidRequest."""
     tenant, lease_id, conversation, digests = message.tenant, message.lease_id, message.conversation, message.digests
-    fingerprint_hash = message.fingerprint_hash
-    if not is_id(tenant):
-        check_id("tenant", tenant)
-    if lease_id and not is_id(lease_id):
-        check_id("lease_id", lease_id)
-    if conversation and not is_id(conversation):
-        check_id("conversation", conversation)
-    if fingerprint_hash and len(fingerprint_hash) != FINGERPRINT_BYTES:
-        check_width("fingerprint_hash", fingerprint_hash, FINGERPRINT_BYTES)
-    stride_tokens = message.stride_tokens
+    fingerprint_hash, stride_tokens = message.fingerprint_hash, message.stride_tokens
     if digests:
-        check_digests("digests", digests)
+        if len(digests) % DIGEST_BYTES or len(digests) > MAX_DIGEST_BYTES:
+            check_digests("digests", digests)
         if not stride_tokens:
             raise InvalidRequest("stride_tokens must be given with digests", field="stride_tokens")
     elif not (lease_id or conversation):
         raise InvalidRequest("one of lease_id, conversation and digests must be given", field="digests")
+    if fingerprint_hash and len(fingerprint_hash) != FINGERPRINT_BYTES:
+        check_width("fingerprint_hash", fingerprint_hash, FINGERPRINT_BYTES)
+    if lease_id and not is_id(lease_id):
+        check_id("lease_id", lease_id)
+    if conversation and not is_id(conversation):
+        check_id("conversation", conversation)
     return ResolveQuery(
-        tenant=TenantId(tenant),
-        lease_id=LeaseId(lease_id) if lease_id else None,
-        conversation=ConversationId(conversation) if conversation else None,
-        digests=digests,
-        stride_tokens=stride_tokens,
-        fingerprint_hash=fingerprint_hash,
+        _known_tenant(tenant),
+        lease_id or None,  # type: ignore[arg-type]  # these two are checked, and to call a NewType costs something
+        conversation or None,  # type: ignore[arg-type]
+        digests,
+        stride_tokens,
+        fingerprint_hash,
     )
 
 

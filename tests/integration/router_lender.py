@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvlease.registry.client import RegistryClient
-from kvlease.registry.clock import SystemClock
+from kvlease.registry.clock import Clock, SystemClock
 from kvlease.registry.lender_session import LenderSession
 from kvlease.registry.server import RegistryServer
 from kvlease.registry.settings import NO_METRICS, load
@@ -35,9 +35,10 @@ STRIDE = 64
 
 
 @asynccontextmanager
-async def registry() -> AsyncIterator[RegistryServer]:
+async def registry(*, clock: Clock | None = None) -> AsyncIterator[RegistryServer]:
     """A registry on a free port."""
-    async with RegistryServer(load(["--listen", "127.0.0.1:0", "--metrics-listen", NO_METRICS])) as server:
+    argv = ["--listen", "127.0.0.1:0", "--metrics-listen", NO_METRICS]
+    async with RegistryServer(load(argv), clock=clock) as server:
         yield server
 
 

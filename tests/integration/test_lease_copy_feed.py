@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 from kvlease.registry.client import RegistryClient
@@ -28,10 +28,10 @@ from kvlease.v1 import registry_pb2 as pb
 
 from tests.integration.cut_line import CutLine, cut_line
 from tests.integration.raw_session import LENDER_NOW_MS, HandClock, RawSession, lease, raw_stub
-from tests.integration.registry_peer import free_port, until
+from tests.integration.registry_peer import free_port, soon, until
 from tests.integration.router_lender import Lender, lending
 
-QUICK = FeedLimits(backoff_first_ms=10, backoff_cap_ms=50, full_pause_ms=20)
+QUICK = FeedLimits(backoff_first_ms=10, backoff_cap_ms=50, long_pause_ms=20)
 OURS = LeaseFilter(tenant=DEFAULT_TENANT)
 
 
@@ -80,7 +80,7 @@ def ids(copy: LeaseCopy) -> list[str]:
 
 
 async def holds(copy: LeaseCopy, leases: Sequence[str]) -> None:
-    await until(lambda: ids(copy) == sorted(leases), f"the copy to hold {sorted(leases)}, not {ids(copy)}")
+    await until(lambda: ids(copy) == sorted(leases), f"the copy to hold {sorted(leases)}")
 
 
 async def test_a_copy_answers_what_the_registry_answers() -> None:
@@ -131,6 +131,18 @@ async def test_a_resumed_watch_misses_nothing_and_repeats_nothing() -> None:
         assert (copy.events, copy.lists) == (beside.events, 1), "each event once, and no new list"
         await holds(copy, first[3:])
         await holds(beside, first[3:])
+
+
+async def test_a_watch_says_how_far_there_is_to_go() -> None:
+    async with scene() as (lender, _, copy, _beside):
+        behind = copy.revision
+        assert behind is not None
+        lent = [await lender.lend(name) for name in "abc"]
+        await holds(copy, lent)
+        async with aclosing(lender.client.watch(OURS, from_revision=behind)) as watch:
+            first, second = [await soon(anext(watch), "news") for _ in range(2)]
+        assert (first.revision, first.newest) == (behind, behind + 3)
+        assert (second.revision, second.newest, len(second.events)) == (behind + 3, behind + 3, 3)
 
 
 async def test_what_ended_between_two_streams_is_gone() -> None:

@@ -24,7 +24,7 @@ from kvlease.registry.values import (
 )
 
 MAX_COPIED_LEASES: Final = 1_000_000
-"""As many as a registry holds for one tenant by default; some 0.7 KiB each."""
+"""As many as a registry holds for one tenant by default; some 0.8 KiB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CopiedLeases:
     def __init__(self, *, limit: int = MAX_COPIED_LEASES) -> None:
         self._limit: Final = limit
         self._by_id: dict[LeaseId, _Copied] = {}
-        self._branches: dict[tuple[TenantId, ConversationId], dict[LeaseId, _Copied]] = {}
+        self._branches: dict[tuple[TenantId, ConversationId], tuple[_Copied, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -58,7 +58,8 @@ class CopiedLeases:
         copied = _Copied(lease, now_ms + lease.remaining_ms)
         self._by_id[lease.lease_id] = copied
         if lease.conversation is not None:
-            self._branches.setdefault((lease.tenant, lease.conversation), {})[lease.lease_id] = copied
+            key = (lease.tenant, lease.conversation)
+            self._branches[key] = (*self._branches.get(key, ()), copied)
 
     def drop(self, lease_id: LeaseId) -> None:
         """The lease has ended. Idempotent."""
@@ -74,7 +75,7 @@ class CopiedLeases:
         """The longest lease of the conversation whose lender is not silent, then the one with the longest time left."""
         reason = MissReason.UNKNOWN
         best: _Copied | None = None
-        for copied in self._branches.get((tenant, conversation), {}).values():
+        for copied in self._branches.get((tenant, conversation), ()):
             if copied.lease.suspect:
                 reason = MissReason.SUSPECT
             elif best is None or _rank(copied) > _rank(best):
@@ -83,21 +84,24 @@ class CopiedLeases:
 
     def check(self) -> None:
         """Raises AssertionError if the two indexes disagree."""
-        expected: dict[tuple[TenantId, ConversationId], dict[LeaseId, _Copied]] = {}
+        branches: dict[tuple[TenantId, ConversationId], set[LeaseId]] = {}
         for lease_id, copied in self._by_id.items():
             lease = copied.lease
             assert lease.lease_id == lease_id, f"id of {lease_id}"
             assert lease.state is not LeaseState.ENDED, f"{lease_id} has ended"
             if lease.conversation is not None:
-                expected.setdefault((lease.tenant, lease.conversation), {})[lease_id] = copied
-        assert self._branches == expected, "branches"
+                branches.setdefault((lease.tenant, lease.conversation), set()).add(lease_id)
+                assert copied in self._branches[lease.tenant, lease.conversation], f"{lease_id} is no branch"
+        found = {key: [x.lease.lease_id for x in branch] for key, branch in self._branches.items()}
+        assert {key: sorted(x) for key, x in branches.items()} == {key: sorted(x) for key, x in found.items()}
 
     def _detach(self, lease: LeaseView) -> None:
         if lease.conversation is not None:
             key = (lease.tenant, lease.conversation)
-            branches = self._branches[key]
-            del branches[lease.lease_id]
-            if not branches:
+            others = tuple(x for x in self._branches[key] if x.lease.lease_id != lease.lease_id)
+            if others:
+                self._branches[key] = others
+            else:
                 del self._branches[key]
 
 

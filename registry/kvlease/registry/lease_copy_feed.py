@@ -18,13 +18,15 @@ from typing import Final, NoReturn
 from kvlease.registry.backoff import Backoff
 from kvlease.registry.client import EVERYTHING, LeaseEventStream, RegistryClient
 from kvlease.registry.clock import Clock
-from kvlease.registry.errors import KvleaseError, LimitReached, RegistryUnavailable
+from kvlease.registry.errors import Compacted, DeadlineExceeded, KvleaseError, Overloaded, RegistryUnavailable
 from kvlease.registry.lease_copy import LeaseCopy
 from kvlease.registry.values import LeaseEvents, LeaseFilter
 
 _LOG: Final = logging.getLogger(__name__)
-_STEP: Final = 1_000
-"""Leases taken from a list between two chances for other tasks: a few milliseconds. Also the size of a page."""
+LIST_PAGE: Final = 500
+"""Leases to a page, and taken in at once, between two chances for other tasks: a few milliseconds."""
+_SOON: Final = (RegistryUnavailable, DeadlineExceeded, Overloaded, Compacted)
+"""What may be over in a moment. Anything else will not change by asking often: a limit, a right, a newer registry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,8 @@ class FeedLimits:
     """A watch that says nothing for so long is taken for dead: three times what an idle registry lets pass."""
     backoff_first_ms: int = 50
     backoff_cap_ms: int = 1_000
-    full_pause_ms: int = 30_000
-    """Before the next attempt, where a limit was met: leases in the copy, or watchers of the registry."""
+    long_pause_ms: int = 30_000
+    """Before the next attempt, where a limit was met or a right is missing."""
 
 
 class LeaseCopyFeed:
@@ -77,18 +79,18 @@ class LeaseCopyFeed:
             except KvleaseError as error:
                 must_list = must_list or not isinstance(error, RegistryUnavailable)
                 self._tell(error)
-                full = isinstance(error, LimitReached)
-                await asyncio.sleep((self._limits.full_pause_ms if full else self._backoff.next_ms()) / 1000)
+                pause_ms = self._backoff.next_ms() if isinstance(error, _SOON) else self._limits.long_pause_ms
+                await asyncio.sleep(pause_ms / 1000)
 
     async def _list(self) -> None:
         asked_ms = self._clock.now_ms()
         listed = await self._client.list_leases(
-            self._selection, page_size=_STEP, timeout_ms=self._limits.page_timeout_ms
+            self._selection, page_size=LIST_PAGE, timeout_ms=self._limits.page_timeout_ms
         )
         leases = self._copy.blank()
         for number, lease in enumerate(listed.leases, start=1):
             leases.put(lease, now_ms=asked_ms)
-            if number % _STEP == 0:
+            if number % LIST_PAGE == 0:
                 await asyncio.sleep(0)
         self._copy.replace(leases, revision=listed.revision, asked_ms=asked_ms)
 

@@ -8,6 +8,8 @@ Invariant: decode(encode(value)) == value for every legal value; nothing illegal
 
 from __future__ import annotations
 
+from sys import intern
+
 from kvlease.registry.errors import InvalidRequest, Limit
 from kvlease.registry.values import (
     FINGERPRINT_BYTES,
@@ -240,12 +242,12 @@ def encode_renew_refused(lease_id: LeaseId, status: RenewStatus) -> pb.RenewRefu
 
 
 def decode_lease(message: pb.Lease) -> LeaseView:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest. What many leases have in common is one object, for those who keep very many."""
     return LeaseView(
         lease_id=LeaseId(check_id("lease_id", message.lease_id)),
-        tenant=decode_tenant(message.tenant),
+        tenant=TenantId(intern(decode_tenant(message.tenant))),
         conversation=decode_conversation(message.conversation),
-        engine_id=EngineId(check_id("engine_id", message.engine_id)),
+        engine_id=EngineId(intern(check_id("engine_id", message.engine_id))),
         incarnation=Incarnation(check_width("incarnation", message.incarnation, INCARNATION_BYTES)),
         tokens=message.tokens,
         stride_tokens=message.stride_tokens,
@@ -256,7 +258,7 @@ def decode_lease(message: pb.Lease) -> LeaseView:
         end_reason=END_IN.get(message.end_reason),
         suspect=message.suspect,
         traceparent=check_traceparent(message.traceparent),
-        api_url=check_url("api_url", message.api_url),
+        api_url=intern(check_url("api_url", message.api_url)),
     )
 
 

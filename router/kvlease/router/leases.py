@@ -32,6 +32,7 @@ from kvlease.registry.values import (
 from kvlease.router.conversations import RecentNames
 from kvlease.router.errors import NotServed, RegistryDown
 from kvlease.router.metrics import RouterMetrics
+from prometheus_client import Counter
 
 _LOG: Final = logging.getLogger(__name__)
 _RENEW_PAUSE_MS: Final = 1_000
@@ -109,6 +110,7 @@ class Leases:
         self._copy = copy
         self._clock = clock
         self._names = RecentNames(limit=_RECENT_NAMES)
+        self._locates: dict[tuple[LocatedBy, LocateOutcome], Counter] = {}
         self._copy_staleness_ms = copy_staleness_ms
         self._locate_timeout_ms = locate_timeout_ms
         self._call_timeout_ms = call_timeout_ms
@@ -229,7 +231,10 @@ class Leases:
         return located if located.lease is not None else None
 
     def _count(self, by: LocatedBy, outcome: LocateOutcome) -> None:
-        self._metrics.locates.labels(outcome, by).inc()
+        counter = self._locates.get((by, outcome))
+        if counter is None:  # looking a label up costs as much as a locate in the copy
+            counter = self._locates[by, outcome] = self._metrics.locates.labels(outcome, by)
+        counter.inc()
 
     def _saw(self, error: KvleaseError | None) -> None:
         state = RegistryState.UP if error is None else RegistryState.DOWN

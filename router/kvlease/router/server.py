@@ -17,9 +17,10 @@ from typing import Final, Self
 
 from aiohttp import web
 from kvlease.registry.client import RegistryClient
+from kvlease.registry.client_channel import ClientLimits
 from kvlease.registry.clock import Clock, SystemClock
 from kvlease.registry.lease_copy import LeaseCopy
-from kvlease.registry.lease_copy_feed import LeaseCopyFeed
+from kvlease.registry.lease_copy_feed import LIST_PAGE, LeaseCopyFeed
 from kvlease.registry.values import LeaseFilter
 from kvlease.router.app import RouterApp
 from kvlease.router.background import Background
@@ -68,11 +69,12 @@ class RouterServer:
 
     async def _open(self, stack: AsyncExitStack) -> None:
         settings = self._settings
-        client = (
-            await stack.enter_async_context(RegistryClient(settings.registry, credentials=settings.credentials))
-            if settings.leases
-            else None
-        )
+        client: RegistryClient | None = None
+        if settings.leases:
+            # Twice what the copy holds, so that a list that is too long is found to be that.
+            limits = ClientLimits(max_pages=2 * settings.max_copied_leases // LIST_PAGE + 1)
+            client = RegistryClient(settings.registry, credentials=settings.credentials, limits=limits)
+            await stack.enter_async_context(client)
         upstream = await stack.enter_async_context(Upstream(connect_timeout_ms=settings.connect_timeout_ms))
         group = await asyncio.TaskGroup().__aenter__()
         # An error of the caller is not the group's: it passes as it is, not inside an ExceptionGroup.

@@ -177,6 +177,20 @@ async def test_an_engine_id_in_use_is_refused_until_its_holder_is_silent() -> No
             assert await here.found("xyz") is None
 
 
+async def test_a_crashed_engine_is_back_under_its_id_at_once() -> None:
+    async with place() as here:
+        async with here.session() as old:
+            await old.start(held=[lease("a", "xyz")])
+            assert await here.found("xyz") == "a"
+            old.cut()
+        async with asyncio.timeout(5):
+            while (await here.client.list_engines())[0].connected:
+                await asyncio.sleep(0)
+        async with here.session() as new:
+            await new.start(engine(incarnation=OTHER_INCARNATION))
+            assert await here.found("xyz") is None
+
+
 async def test_a_silent_lender_is_suspect_and_a_heartbeat_brings_it_back() -> None:
     async with place() as here, here.session() as lender:
         await lender.start(held=[lease("a", "xyz", ttl_ms=600_000)])

@@ -90,6 +90,23 @@ def test_an_engine_id_in_use_is_refused_and_a_suspect_one_is_fenced() -> None:
         old.lend("b", "uvw")
 
 
+def test_a_restarted_engine_does_not_wait_for_its_own_ghost() -> None:
+    story = Story()
+    old = story.lender("d0")
+    old.lend("a", "xyz")
+    story.table.disconnect(old.session)
+    assert story.found("xyz") == "a", "a line that breaks says nothing about what is held"
+    new = Lender(story, "d0", b"j", clock_ms=0)
+    new.hello()
+    assert story.found("xyz") is None, "at once, before any tick"
+    assert story.last.closed == ()
+    new.snapshot()
+    story.settle()
+    assert story.ends() == {"a": EndReason.LENDER_LOST}
+    with pytest.raises(EngineIdInUse):
+        Lender(story, "d0", b"i", clock_ms=0).hello()
+
+
 def test_a_silent_lender_is_suspect_and_the_next_heartbeat_brings_its_leases_back() -> None:
     story = Story()
     lender = story.lender("d0")

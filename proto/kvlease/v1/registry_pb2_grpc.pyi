@@ -54,8 +54,9 @@ class RegistryStub:
     each numbered message with an Ack of the same number, and pushes end and renewal requests.
     Guarantee: messages are applied in the order of `seq`; a gap closes the stream with
       FAILED_PRECONDITION / SESSION_GAP. The newest session of an incarnation wins, older ones are
-      closed with ABORTED / SESSION_REPLACED. An engine id held by another *live* incarnation is refused
-      with ALREADY_EXISTS / ENGINE_ID_IN_USE until that incarnation is suspect; then it is fenced.
+      closed with ABORTED / SESSION_REPLACED. While another incarnation of an engine id has an open session
+      and is heard in it, a hello under that id is refused with ALREADY_EXISTS / ENGINE_ID_IN_USE. If its session has
+      closed, or it has been silent in it until it was suspect, it is fenced: its leases end as LENDER_LOST at once.
     Retry: always safe; reconnect and present what is held.
     """
     Publish: _grpc.UnaryUnaryMultiCallable[_registry_pb2.PublishRequest, _registry_pb2.PublishResponse]
@@ -119,8 +120,9 @@ class RegistryAsyncStub(RegistryStub):
     each numbered message with an Ack of the same number, and pushes end and renewal requests.
     Guarantee: messages are applied in the order of `seq`; a gap closes the stream with
       FAILED_PRECONDITION / SESSION_GAP. The newest session of an incarnation wins, older ones are
-      closed with ABORTED / SESSION_REPLACED. An engine id held by another *live* incarnation is refused
-      with ALREADY_EXISTS / ENGINE_ID_IN_USE until that incarnation is suspect; then it is fenced.
+      closed with ABORTED / SESSION_REPLACED. While another incarnation of an engine id has an open session
+      and is heard in it, a hello under that id is refused with ALREADY_EXISTS / ENGINE_ID_IN_USE. If its session has
+      closed, or it has been silent in it until it was suspect, it is fenced: its leases end as LENDER_LOST at once.
     Retry: always safe; reconnect and present what is held.
     """
     Publish: _aio.UnaryUnaryMultiCallable[_registry_pb2.PublishRequest, _registry_pb2.PublishResponse]  # type: ignore[assignment]
@@ -187,8 +189,9 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         each numbered message with an Ack of the same number, and pushes end and renewal requests.
         Guarantee: messages are applied in the order of `seq`; a gap closes the stream with
           FAILED_PRECONDITION / SESSION_GAP. The newest session of an incarnation wins, older ones are
-          closed with ABORTED / SESSION_REPLACED. An engine id held by another *live* incarnation is refused
-          with ALREADY_EXISTS / ENGINE_ID_IN_USE until that incarnation is suspect; then it is fenced.
+          closed with ABORTED / SESSION_REPLACED. While another incarnation of an engine id has an open session
+          and is heard in it, a hello under that id is refused with ALREADY_EXISTS / ENGINE_ID_IN_USE. If its session has
+          closed, or it has been silent in it until it was suspect, it is fenced: its leases end as LENDER_LOST at once.
         Retry: always safe; reconnect and present what is held.
         """
 

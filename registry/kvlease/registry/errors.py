@@ -137,7 +137,7 @@ class SessionReplaced(KvleaseError):
 
 
 class EngineIdInUse(KvleaseError):
-    """Another live incarnation holds the engine id."""
+    """Another incarnation of the engine id is connected and heard."""
 
     reason = Reason.ENGINE_ID_IN_USE
 

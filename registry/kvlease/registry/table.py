@@ -84,8 +84,8 @@ class LeaseTable:
     def hello(self, engine: Engine, *, now_lender_ms: int, now_ms: int) -> tuple[SessionId, Changes]:
         """Open a session; message 1 of its stream. The newest session of an incarnation replaces older ones.
 
-        Raises InvalidRequest; EngineIdInUse while another incarnation holds the id and is not suspect (if it is, it
-        is fenced: its leases end, its session closes); LimitReached.
+        Raises InvalidRequest; EngineIdInUse while another incarnation of the id has an open session and is heard in
+        it (if not, it is fenced: its leases end, its session closes); LimitReached.
         """
         draft = Draft()
         session, state = self._roster.open(draft, engine, now_ms=now_ms)

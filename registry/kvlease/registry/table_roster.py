@@ -1,8 +1,9 @@
 """Which engines there are, which session is whose, and whose leases are being withdrawn.
 
 Pure. Opens, replaces, fences and closes sessions; what a session's messages do to leases is in `table.py`.
-Rule for one engine id at two places: while an incarnation is heard, it keeps the id and another one is refused; once
-it has been silent for `suspect_after_ms`, a new one fences it. Two sessions of *one* incarnation: the newest wins.
+Rule for one engine id at two places: an incarnation keeps the id, and another one is refused, while its session is
+open and it is heard. Once its session has closed (a crash closes it at once), or it has been silent in it for
+`suspect_after_ms`, a new one fences it. Two sessions of *one* incarnation: the newest wins.
 Invariant: a session number belongs to at most one engine, and is never used again.
 """
 
@@ -33,9 +34,9 @@ class Roster:
         validate_engine(engine)
         state = self.engines.get(engine.engine_id)
         if state is not None and state.engine.incarnation != engine.incarnation:
-            if not state.is_suspect(now_ms, self._limits.suspect_after_ms):
+            if state.session is not None and not state.is_suspect(now_ms, self._limits.suspect_after_ms):
                 wait_ms = self._limits.suspect_after_ms - state.silent_ms(now_ms)
-                raise EngineIdInUse("another incarnation of this engine id is alive", retry_after_ms=wait_ms)
+                raise EngineIdInUse("another incarnation of this engine id is connected", retry_after_ms=wait_ms)
             fenced = SessionReplaced("fenced by a new incarnation of the same engine id")
             self.depart(draft, state, EndReason.LENDER_LOST, fenced)
             state = None

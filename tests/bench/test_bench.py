@@ -34,7 +34,7 @@ EXPECTED = (
     ("publish, 1k-token leases", "session, publish to resolvable, p50"),
     ("publish, 24k-token leases", "unary, 32 leases a call"),
     ("router", "first byte, added by the router, leases on, p50"),
-    ("router", "locate of a turn, counted, p50"),
+    ("router", "locate in the copy, p50"),
     ("connector, each hook on the engine's thread", "get_new_blocks, 25 of lapsed leases, p99"),
     ("connector, each hook on the engine's thread", "a 24k-token turn is lent, p99"),
     ("seal check", "sm: post, READ, poll, verdict, p50"),

@@ -1,4 +1,4 @@
-"""Work that no client waits for: naming a continuation, renewing a lease, giving a prefill back.
+"""Work that no client waits for: naming a continuation, renewing a lease, giving a prefill back, feeding the copy.
 
 Every such task is a child of the router's task group, there are at most `max_tasks` at once, and a failing one is
 logged and ends alone.
@@ -13,7 +13,7 @@ from typing import Final
 
 _LOG: Final = logging.getLogger(__name__)
 MAX_TASKS: Final = 4_096
-"""As many as turns in flight by default; each lives for a registry call or a prefill."""
+"""As many as turns in flight by default; each but the copy's feed lives for a registry call or a prefill."""
 
 
 class Background:

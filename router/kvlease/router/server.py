@@ -101,7 +101,7 @@ class RouterServer:
         stack.callback(group.create_task(probes.run()).cancel)
         if client is not None and settings.copy_staleness_ms:
             feed = LeaseCopyFeed(client, self.copy, clock=self._clock, selection=LeaseFilter(tenant=settings.tenant_id))
-            stack.callback(group.create_task(feed.run(), name="kvlease lease copy").cancel)
+            background.start(feed.run())  # guarded: a router without a copy asks the registry
         legs = Legs(
             settings=settings,
             routes=self.routes,

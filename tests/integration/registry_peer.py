@@ -50,6 +50,16 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     await soon(look(), what)
 
 
+async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """The same for what has to be asked for; less often, because asking costs."""
+
+    async def look() -> None:
+        while not await condition():  # noqa: ASYNC110 - conditions over other people's objects have no event
+            await asyncio.sleep(0.05)
+
+    await soon(look(), what)
+
+
 def free_port() -> int:
     """A loopback port that nobody listens on, for a registry that comes later."""
     with socket.socket() as probe:

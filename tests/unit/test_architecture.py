@@ -25,7 +25,17 @@ PACKAGES: Final = ("kvlease.registry", "kvlease.connector", "kvlease.router", "k
 CORES: Final = (
     *(
         "kvlease.registry." + name
-        for name in ("aliases", "engines", "errors", "lease_copy", "prefix_index", "table*", "values")
+        for name in (
+            "aliases",
+            "engines",
+            "errors",
+            "identity",
+            "lease_copy",
+            "overload",
+            "prefix_index",
+            "table*",
+            "values",
+        )
     ),
     *("kvlease.connector." + name for name in ("borrower*", "digests", "lender*", "prover", "quarantine")),
     *("kvlease.connector." + name for name in ("record", "request_params", "seal")),

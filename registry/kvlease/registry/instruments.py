@@ -116,6 +116,11 @@ class CountingService(WrappedService):
         self._renewals[result.status].inc()
         return result
 
+    def shed(self, resolves: int) -> None:
+        """So many resolves were answered `overloaded` without being looked at."""
+        self._reads.resolve_misses += resolves
+        self._reads.misses[MissReason.OVERLOADED] += resolves
+
     def _count(self, results: list[PublishResult]) -> list[PublishResult]:
         for result in results:
             self._publishes[result.status].inc()

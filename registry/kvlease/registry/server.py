@@ -3,7 +3,7 @@
 No behaviour of its own but the order of starting and stopping. `async with RegistryServer(settings) as server` serves
 until the block ends; then it shuts down in good order, within SHUTDOWN_S.
 Shutdown order: health says NOT_SERVING; no new sessions and watches end; lenders are told to connect elsewhere and
-given DRAIN_S; calls in flight get GRACE_S; then gauges, shell, metrics endpoint, traces.
+given DRAIN_S; calls in flight get GRACE_S; then identity, load probe, gauges, shell, metrics endpoint, traces.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from typing import Final, NoReturn, Self
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from kvlease.registry.access import Access
 from kvlease.registry.calls import CallInterceptor
 from kvlease.registry.client_channel import SERVER_OPTIONS
 from kvlease.registry.clock import Clock, SystemClock
 from kvlease.registry.instruments import CallMetrics, CountingService, CountingStore, LeaseGauges
+from kvlease.registry.load_probe import feel_load
+from kvlease.registry.overload import Overload
+from kvlease.registry.secret_files import FileUnusable
 from kvlease.registry.service import RegistryService
 from kvlease.registry.servicer import SERVICE, RegistryServicer, add_to_server
 from kvlease.registry.settings import NO_METRICS, RegistrySettings, split_address
@@ -100,11 +104,17 @@ class RegistryServer:
                 raise StartError(f"--metrics-listen {settings.metrics_listen}: {error.strerror or error}") from error
             self.metrics_port = endpoint.port
             stack.push_async_callback(asyncio.to_thread, endpoint.close)
-        calls = CallInterceptor(SERVICE, CallMetrics(self.metrics), join_traces=traced)
-        options = (*SERVER_OPTIONS, ("grpc.so_reuseport", 0))  # or a second registry would share the port unnoticed
+        access = Access(settings, self._clock)
+        try:
+            await access.open()
+        except FileUnusable as error:
+            raise StartError(str(error)) from error
+        calls = CallInterceptor(SERVICE, CallMetrics(self.metrics), join_traces=traced, gate=access.gate)
+        # Without so_reuseport, or a second registry would share the port unnoticed.
+        options = (*SERVER_OPTIONS, *access.options, ("grpc.so_reuseport", 0))
         server = grpc.aio.server(interceptors=[calls], options=options)
         try:
-            self.port = server.add_insecure_port(settings.listen)
+            self.port = access.add_port(server, settings.listen)
         except RuntimeError as error:
             raise StartError(f"--listen {settings.listen}: the address cannot be used (taken, or not ours)") from error
 
@@ -117,9 +127,13 @@ class RegistryServer:
         )
         gauges = LeaseGauges(shell, self.metrics)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        overload = Overload(limit_ms=settings.shed_above_lag_ms)
         stack.callback(tasks.create_task(_refresh(gauges), name="kvlease gauges").cancel)
+        stack.callback(tasks.create_task(feel_load(overload), name="kvlease load").cancel)
+        stack.callback(tasks.create_task(access.keep(), name="kvlease identity").cancel)
 
-        service: RegistryService = CountingService(shell, self.metrics)
+        counting = CountingService(access.guard(shell, shell.owner), self.metrics)
+        service: RegistryService = counting
         if traced:
             service = TracedService(service, tracing.tracer)
         welcome = pb.Welcome(
@@ -128,7 +142,13 @@ class RegistryServer:
             session_ttl_ms=settings.session_ttl_ms,
             replica_id=self.replica_id,
         )
-        servicer = RegistryServicer(service, welcome=welcome, max_resolve_streams=settings.max_resolve_streams)
+        servicer = RegistryServicer(
+            service,
+            welcome=welcome,
+            max_resolve_streams=settings.max_resolve_streams,
+            overload=overload,
+            on_shed=counting.shed,
+        )
         add_to_server(servicer, server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -136,7 +156,7 @@ class RegistryServer:
         await server.start()
         stack.push_async_callback(_stop, server, health_servicer, shell)
         await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        _log.info("registry %s serves on %s", self.replica_id, self.endpoint)
+        _log.info("registry %s serves on %s, %s", self.replica_id, self.endpoint, access)
 
 
 async def _stop(server: grpc.aio.Server, health_servicer: health.aio.HealthServicer, shell: RegistryShell) -> None:

@@ -1,18 +1,21 @@
 """The gRPC edge: each rpc of registry.proto decodes, calls the service, encodes. `Session` is in `servicer_session.py`.
 
 No decisions about leases, no metrics, no status codes: errors are raised as they are and leave through `calls.py`.
+What is shed is shed here, before it is decoded: the least work there can be.
 Invariant: nothing reaches the service that `wire` has not validated.
 """
 # ruff: noqa: N802 - the names are the contract's
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
 import grpc.aio
-from kvlease.registry.errors import LimitReached
+from kvlease.registry.errors import LimitReached, Overloaded
+from kvlease.registry.identity import Rpc
+from kvlease.registry.overload import Overload
 from kvlease.registry.service import RegistryService
 from kvlease.registry.servicer_publish import Publications
 from kvlease.registry.servicer_session import serve_session
@@ -33,7 +36,7 @@ from kvlease.registry.wire import (
     encode_publish_result,
     encode_renew_status,
 )
-from kvlease.registry.wire_answers import answer_bytes, batch_bytes
+from kvlease.registry.wire_answers import answer_bytes, batch_bytes, shed_bytes
 from kvlease.registry.wire_checks import check_batch, check_id, check_width
 from kvlease.registry.wire_resolve import (
     decode_locate,
@@ -59,8 +62,19 @@ WatchContext = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 class RegistryServicer(registry_pb2_grpc.RegistryServicer):
     """One instance serves all calls; it has no state but the number of its resolve streams."""
 
-    def __init__(self, service: RegistryService, *, welcome: pb.Welcome, max_resolve_streams: int) -> None:
+    def __init__(
+        self,
+        service: RegistryService,
+        *,
+        welcome: pb.Welcome,
+        max_resolve_streams: int,
+        overload: Overload,
+        on_shed: Callable[[int], None],
+    ) -> None:
+        """`on_shed` hears how many resolves were shed."""
         self._service: Final = service
+        self._overload: Final = overload
+        self._on_shed: Final = on_shed
         self._welcome: Final = welcome
         self._max_resolve_streams: Final = max_resolve_streams
         self._resolve_streams = 0
@@ -86,6 +100,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         return pb.EndResponse(ended=await self._service.end(decode_end(request)))
 
     async def Resolve(self, request: pb.ResolveRequest, context: Context) -> bytes:  # type: ignore[override]
+        self._check_load(Rpc.RESOLVE)
         return answer_bytes(*self._service.resolve((decode_query(request),)))
 
     async def ResolveStream(  # type: ignore[override]
@@ -96,11 +111,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         self._resolve_streams += 1
         try:
             async for message in request_iterator:
-                await context.write(batch_bytes(self._service.resolve, message))
+                if self._overload.sheds(Rpc.RESOLVE_STREAM):
+                    self._on_shed(len(message.requests))
+                    await context.write(shed_bytes(message))
+                else:
+                    await context.write(batch_bytes(self._service.resolve, message))
         finally:
             self._resolve_streams -= 1
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
+        self._check_load(Rpc.LOCATE)
         return encode_located(self._service.locate(*decode_locate(request)))
 
     async def NameConversation(
@@ -119,6 +139,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
                 )
 
     async def ListLeases(self, request: pb.ListLeasesRequest, context: Context) -> pb.ListLeasesResponse:
+        self._check_load(Rpc.LIST_LEASES)
         limit = min(decode_page_size(request), PAGE_LEASES)
         after = LeaseId(check_id("page_token", request.page_token)) if request.page_token else None
         page = self._service.list_leases(decode_filter(request), after=after, limit=limit)
@@ -128,6 +149,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
 
     async def ListEngines(self, request: pb.ListEnginesRequest, context: Context) -> pb.ListEnginesResponse:
         return pb.ListEnginesResponse(engines=[encode_engine_status(x) for x in self._service.list_engines()])
+
+    def _check_load(self, rpc: Rpc) -> None:
+        if self._overload.sheds(rpc):
+            if rpc is Rpc.RESOLVE:
+                self._on_shed(1)
+            raise Overloaded("this registry has more to do than it can")
 
 
 def add_to_server(servicer: RegistryServicer, server: grpc.aio.Server) -> None:

@@ -13,17 +13,22 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from kvlease.registry.client import RegistryClient
-from kvlease.registry.client_channel import connected
+from kvlease.registry.client_channel import connected, open_channel
+from kvlease.registry.client_credentials import Credentials
+from kvlease.v1 import registry_pb2 as pb
+from kvlease.v1.registry_pb2_grpc import RegistryStub
 
-from tests.integration.raw_session import RawSession, digests, lease, raw_stub
+from tests.integration.certificates import Authority
+from tests.integration.raw_session import RawSession, digests, lease
 from tests.integration.registry_peer import free_port
 
 LIMIT_S = 30.0
 """A Python process that imports gRPC, on a busy machine."""
-COMMANDS = ("registry", "router", "leases", "engines", "end", "resolve", "watch")
+COMMANDS = ("registry", "router", "leases", "engines", "end", "drain", "resolve", "watch", "doctor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +81,16 @@ class Running:
 
 
 @asynccontextmanager
-async def _registry() -> AsyncIterator[Running]:
+async def _registry(*arguments: str, credentials: Credentials | None = None) -> AsyncIterator[Running]:
     """A registry process, and a lender in it with one lease."""
     endpoint = f"127.0.0.1:{free_port()}"
-    process = await _start("registry", "--listen", endpoint, "--metrics-listen", "none", "--log-format", "json")
+    own = ("--listen", endpoint, "--metrics-listen", "none", "--log-format", "json")
+    process = await _start("registry", *own, *arguments)
     try:
-        async with RegistryClient(endpoint) as client:
+        async with RegistryClient(endpoint, credentials=credentials) as client:
             await connected(client.channel, timeout_ms=int(LIMIT_S * 1_000), patient=True)
-        async with raw_stub(endpoint) as stub:
-            lender = RawSession(stub)
+        async with open_channel(endpoint, credentials) as channel:
+            lender = RawSession(RegistryStub(channel))
             await lender.start(held=[lease("a", "xyz")])
             yield Running(endpoint=endpoint, process=process, lender=lender)
     finally:
@@ -101,7 +107,7 @@ async def test_help_version_and_wrong_usage() -> None:
     assert wrong.status == 2
 
 
-@pytest.mark.parametrize("command", ["registry", "leases", "resolve", "watch"])
+@pytest.mark.parametrize("command", ["registry", "leases", "resolve", "watch", "drain", "doctor"])
 async def test_each_command_has_help(command: str) -> None:
     shown = await _run(command, "--help")
     assert shown.status == 0
@@ -157,6 +163,70 @@ async def test_an_end_is_seen_by_a_watch() -> None:
         assert (event["revision"], event["type"], event["lease_id"]) == (revision + 1, "ended", "a")
         assert event["end_reason"] == "released"
         assert (again.status, again.out) == (0, "0 leases ended\n")
+
+
+async def test_a_drain_ends_what_an_engine_lends() -> None:
+    async with _registry() as running:
+        drained, unknown = await asyncio.gather(
+            running.ask("drain", "d0", "--json"), running.ask("drain", "nothing-like-it")
+        )
+        assert (drained.status, drained.lines) == (0, [{"ended": 1}])
+        pushed = await running.lender.hear()
+        assert [(x.lease_id, x.reason) for x in pushed.end.leases] == [("a", pb.END_REASON_DRAINED)]
+        assert (unknown.status, unknown.out) == (1, "")
+        assert "nothing-like-it" in unknown.err
+
+
+async def _serve_health(port: int) -> asyncio.Server:
+    """An engine's API, as far as a doctor asks."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(answer, "127.0.0.1", port)
+
+
+async def test_a_doctor_tells_an_engine_that_does_not_lend_from_one_that_is_down() -> None:
+    up, down = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    async with _registry() as running, await _serve_health(int(up.rpartition(":")[2])):
+        well, ill, away = await asyncio.gather(
+            running.ask("doctor", "--decode", "http://d0/v1", "--decode", f"d0@{down}", "--json"),
+            running.ask("doctor", "--decode", up, "--decode", down, "--json"),
+            _run("doctor", "--registry", f"127.0.0.1:{free_port()}"),
+        )
+        assert well.status == 0, well.out
+        assert {x["about"] for x in well.lines} >= {"registry", "health", "session", "decode"}
+        assert ill.status == 4
+        advice = {x["subject"]: str(x["advice"]) for x in ill.lines if x["about"] == "decode"}
+        assert "kv_connector_module_path" in advice[up]
+        assert advice[down] == "start the engine"
+        assert away.status == 1
+        assert "to do: see that `kvlease registry` runs there" in away.out
+
+
+async def test_commands_prove_who_they_are(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server = authority.server()
+    engine = authority.client("engine", "kvlease://lender/d0?tenant=*")
+    own = authority.client("me", "kvlease://operator/me")
+    files = ("--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-ca", str(server.ca))
+    async with _registry(*files, credentials=engine.credentials) as running:
+        mine = {"KVLEASE_TLS_CA": str(own.ca), "KVLEASE_TLS_CERT": str(own.cert), "KVLEASE_TLS_KEY": str(own.key)}
+        flags = ("--tls-ca", str(engine.ca), "--tls-cert", str(engine.cert), "--tls-key", str(engine.key))
+        known, wrong_role, nobody, unusable = await asyncio.gather(
+            _run("leases", "--json", KVLEASE_REGISTRY=running.endpoint, **mine),
+            running.ask("leases", *flags),
+            running.ask("doctor"),
+            running.ask("leases", "--tls-ca", str(tmp_path / "missing")),
+        )
+        assert [x["lease_id"] for x in known.lines] == ["a"]
+        assert (wrong_role.status, wrong_role.out) == (1, "")
+        assert "PERMISSION_DENIED" in wrong_role.err
+        assert nobody.status == 1
+        assert (unusable.status, "No such file" in unusable.err) == (2, True)
 
 
 async def test_sigterm_stops_the_registry_in_good_order() -> None:

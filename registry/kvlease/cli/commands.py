@@ -1,18 +1,28 @@
 """The command line: which commands there are, their flags, and who carries them out.
 
 Only argparse here. `registry` and `router` have settings of their own, with their own --help; the rest are questions to
-a registry (`operate.py`).
+a registry (`operate.py`), which take KVLEASE_* variables in place of flags.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvlease.cli import exits
 
+if TYPE_CHECKING:
+    from kvlease.cli.diagnosis import DecodeEngine
+
 DEFAULT_REGISTRY: Final = "127.0.0.1:7411"
+CREDENTIALS: Final = {
+    "tls-ca": "the CA of the registry's certificate; without it, no TLS",
+    "tls-cert": "your certificate, with its kvlease:// name",
+    "tls-key": "its private key",
+    "token-file": "your bearer token, where callers are known by tokens",
+}
 SERVICES: Final = ("registry", "router")
 
 
@@ -79,6 +89,19 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument("--whole-tenant", action="store_true", help="all leases of the tenant")
     _tenant(end)
 
+    drain = _question(commands, "drain", "end all leases of an engine that is about to stop, whatever the tenant")
+    drain.add_argument("engine", metavar="ENGINE", help="its id; take it out of the routers first, or it lends again")
+
+    doctor = _question(commands, "doctor", "look for what is wrong with a deployment, and say what to do about it")
+    doctor.add_argument(
+        "--decode",
+        action="append",
+        default=[],
+        type=_decode,
+        metavar="[ENGINE_ID@]URL",
+        help="a decode engine that should lend; repeat for several, as for the router",
+    )
+
     resolve = _question(commands, "resolve", "find the lease that a borrower would get")
     resolve.add_argument("--lease", metavar="ID", help="this lease")
     resolve.add_argument("--conversation", metavar="ID", help="the longest lease of this conversation")
@@ -97,7 +120,16 @@ def _question(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", epilog=exits.TEXT)
-    parser.add_argument("--registry", default=DEFAULT_REGISTRY, metavar="HOST:PORT", help="(default %(default)s)")
+    parser.add_argument(
+        "--registry",
+        default=os.environ.get("KVLEASE_REGISTRY") or DEFAULT_REGISTRY,
+        metavar="HOST:PORT",
+        help="(default: KVLEASE_REGISTRY, or %(default)s)",
+    )
+    for flag, text in CREDENTIALS.items():
+        variable = "KVLEASE_" + flag.upper().replace("-", "_")
+        default = os.environ.get(variable, "")
+        parser.add_argument(f"--{flag}", default=default, metavar="FILE", help=f"{text} (default: {variable})")
     parser.add_argument("--timeout-ms", type=_positive, default=5_000, metavar="MS", help="(default %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     return parser
@@ -111,6 +143,15 @@ def _selection(parser: argparse.ArgumentParser) -> None:
 
 def _tenant(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenant", default="default", metavar="ID", help="(default %(default)s)")
+
+
+def _decode(text: str) -> DecodeEngine:
+    from kvlease.cli.doctor import parse_decode
+
+    try:
+        return parse_decode(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> int:

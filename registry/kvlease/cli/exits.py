@@ -15,4 +15,10 @@ USAGE: Final = 2
 MISS: Final = 3
 """`kvlease resolve` found no lease."""
 
-TEXT: Final = "exit status: 0 done; 1 failed (unreachable, refused, address in use); 2 wrong usage; 3 resolve: a miss"
+PROBLEMS: Final = 4
+"""`kvlease doctor` found something to change."""
+
+TEXT: Final = (
+    "exit status: 0 done; 1 failed (unreachable, refused, address in use); 2 wrong usage; 3 resolve: a miss; "
+    "4 doctor: something to change"
+)

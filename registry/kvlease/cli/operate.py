@@ -1,4 +1,4 @@
-"""Operators' questions to a registry, over the public client: leases, engines, end, resolve, watch.
+"""Operators' questions to a registry, over the public client: leases, engines, end, drain, resolve, watch, doctor.
 
 Asks and prints; decides nothing. Results go to stdout, faults to stderr.
 """
@@ -12,12 +12,16 @@ from contextlib import aclosing
 from itertools import count
 
 from kvlease.cli import exits
+from kvlease.cli.diagnosis import Grade
+from kvlease.cli.doctor import examine_deployment
 from kvlease.cli.render import Output
 from kvlease.registry.client import RegistryClient
+from kvlease.registry.client_credentials import Credentials, CredentialsInvalid
 from kvlease.registry.errors import InvalidRequest, KvleaseError
 from kvlease.registry.values import (
     DIGEST_BYTES,
     ConversationId,
+    EndReason,
     EngineId,
     Hit,
     LeaseFilter,
@@ -34,6 +38,9 @@ def main(options: argparse.Namespace) -> int:
     except InvalidRequest as error:
         sys.stderr.write(f"kvlease {options.command}: {error.message}\n")
         return exits.USAGE
+    except CredentialsInvalid as error:
+        sys.stderr.write(f"kvlease {options.command}: {error}\n")
+        return exits.USAGE
     except KvleaseError as error:
         sys.stderr.write(f"kvlease {options.command}: {options.registry}: {error.message} ({error.reason.value})\n")
         return exits.FAILED
@@ -43,7 +50,7 @@ def main(options: argparse.Namespace) -> int:
 
 async def _run(options: argparse.Namespace) -> int:
     output = Output(as_json=options.json)
-    async with RegistryClient(options.registry) as client:
+    async with RegistryClient(options.registry, credentials=_credentials(options)) as client:
         match options.command:
             case "leases":
                 found = await client.list_leases(_selection(options), timeout_ms=options.timeout_ms)
@@ -52,6 +59,10 @@ async def _run(options: argparse.Namespace) -> int:
                 output.engines(await client.list_engines(timeout_ms=options.timeout_ms))
             case "end":
                 output.ended(await _end(client, options))
+            case "drain":
+                return await _drain(client, options, output)
+            case "doctor":
+                return await _doctor(client, options, output)
             case "resolve":
                 answer = await client.resolve_unary(_query(options), timeout_ms=options.timeout_ms)
                 output.answer(answer, stride_tokens=options.stride_tokens)
@@ -71,6 +82,31 @@ async def _end(client: RegistryClient, options: argparse.Namespace) -> int:
     if options.engine is not None:
         return await client.end_engine(EngineId(options.engine), timeout_ms=options.timeout_ms)
     return await client.end_tenant(tenant, timeout_ms=options.timeout_ms)
+
+
+async def _drain(client: RegistryClient, options: argparse.Namespace, output: Output) -> int:
+    engine_id = EngineId(options.engine)
+    known = {x.engine.engine_id for x in await client.list_engines(timeout_ms=options.timeout_ms)}
+    if engine_id not in known:
+        sys.stderr.write(f"kvlease drain: {options.registry} knows no engine {engine_id}; see: kvlease engines\n")
+        return exits.FAILED
+    output.ended(await client.end_engine(engine_id, EndReason.DRAINED, timeout_ms=options.timeout_ms))
+    return exits.DONE
+
+
+async def _doctor(client: RegistryClient, options: argparse.Namespace, output: Output) -> int:
+    findings = await examine_deployment(client, options.registry, options.decode, timeout_ms=options.timeout_ms)
+    output.findings(findings)
+    problems = [x for x in findings if x.grade is Grade.PROBLEM]
+    if problems and problems[0] is findings[0]:  # the registry itself: nothing else could be asked
+        return exits.FAILED
+    return exits.PROBLEMS if problems else exits.DONE
+
+
+def _credentials(options: argparse.Namespace) -> Credentials:
+    return Credentials(
+        tls_ca=options.tls_ca, tls_cert=options.tls_cert, tls_key=options.tls_key, token_file=options.token_file
+    )
 
 
 async def _watch(client: RegistryClient, options: argparse.Namespace, output: Output) -> None:

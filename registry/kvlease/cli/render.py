@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Final
 
+from kvlease.cli.diagnosis import Finding
 from kvlease.registry.values import DIGEST_BYTES, EngineStatus, Hit, LeaseEvent, LeaseList, LeaseView, Miss
 
 Json = Mapping[str, str | int | bool | Mapping[str, str] | None]
@@ -59,6 +61,15 @@ class Output:
             _line({"ended": count})
         else:
             sys.stdout.write(f"{count} leases ended\n")
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            if self._as_json:
+                _line({**asdict(finding), "grade": finding.grade.value})
+                continue
+            sys.stdout.write(f"{finding.grade.value:8}{finding.about}: {finding.subject}: {finding.text}\n")
+            if finding.advice:
+                sys.stdout.write(f"{'':8}to do: {finding.advice}\n")
 
     def answer(self, answer: Hit | Miss, *, stride_tokens: int) -> None:
         if isinstance(answer, Miss):

@@ -1,0 +1,108 @@
+"""`kvlease doctor`: asks the registry and the decode engines how they are, and has it judged by `diagnosis.py`.
+
+Asks only; changes nothing. Every question has a time limit; what cannot be asked becomes a finding, not a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import grpc.aio
+from kvlease.cli.diagnosis import DecodeEngine, Finding, Grade, examine
+from kvlease.registry.client import RegistryClient
+from kvlease.registry.errors import KvleaseError, PermissionDenied, Unauthenticated
+from kvlease.registry.errors_grpc import from_rpc_error
+from kvlease.router.routes import base_url
+
+SERVICE: Final = "kvlease.v1.Registry"
+_DECODE: Final = re.compile(r"(?:(?P<id>[^/]+)@)?(?P<url>https?://[^\s@]+)\Z")
+
+
+def parse_decode(text: str) -> DecodeEngine:
+    """[ENGINE_ID@]URL, as routers take it. Raises ValueError."""
+    match = _DECODE.match(text)
+    if match is None:
+        raise ValueError(f"must be [ENGINE_ID@]URL with http:// or https://, not {text!r}")
+    return DecodeEngine(url=match["url"], engine_id=match["id"] or "")
+
+
+async def examine_deployment(
+    client: RegistryClient, registry: str, decode: Sequence[DecodeEngine], *, timeout_ms: int
+) -> list[Finding]:
+    """All findings; if the registry does not answer, only that."""
+    started = time.perf_counter()
+    try:
+        statuses = await client.list_engines(timeout_ms=timeout_ms)
+    except KvleaseError as error:
+        return [_unreachable(registry, error)]
+    took_ms = (time.perf_counter() - started) * 1_000
+    findings = [
+        Finding(grade=Grade.OK, about="registry", subject=registry, text=f"answers within {took_ms:.0f} ms"),
+        await _health(client, registry, timeout_ms),
+    ]
+    asked = await asyncio.gather(*(asyncio.to_thread(_ask, x, timeout_ms) for x in decode))
+    return findings + examine(registry, statuses, asked)
+
+
+def _unreachable(registry: str, error: KvleaseError) -> Finding:
+    if isinstance(error, (Unauthenticated, PermissionDenied)):
+        advice = "give --tls-ca, --tls-cert and --tls-key, or --token-file, of a router or an operator"
+    else:
+        advice = "see that `kvlease registry` runs there, and whether it wants TLS (--tls-ca)"
+    return Finding(
+        grade=Grade.PROBLEM,
+        about="registry",
+        subject=registry,
+        text=f"{error.message} ({error.reason.value})",
+        advice=advice,
+    )
+
+
+async def _health(client: RegistryClient, registry: str, timeout_ms: int) -> Finding:
+    """What load balancers and kubelets are told."""
+    try:
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+    except ImportError:
+        return Finding(
+            grade=Grade.WARNING,
+            about="health",
+            subject=registry,
+            text="not asked: grpcio-health-checking is missing here",
+            advice="install kvlease[server]",
+        )
+    stub = health_pb2_grpc.HealthStub(client.channel)
+    try:
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_ms / 1_000)
+    except grpc.aio.AioRpcError as error:
+        text = f"does not say: {from_rpc_error(error).message}"
+        advice = "see whether a proxy stands between that does not pass the health service on"
+        return Finding(grade=Grade.PROBLEM, about="health", subject=registry, text=text, advice=advice)
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return Finding(grade=Grade.OK, about="health", subject=registry, text="serving")
+    return Finding(
+        grade=Grade.PROBLEM,
+        about="health",
+        subject=registry,
+        text=f"says {name}",
+        advice="it is going away: lenders connect elsewhere; start another, or wait for it to come back",
+    )
+
+
+def _ask(engine: DecodeEngine, timeout_ms: int) -> DecodeEngine:
+    """Whether the engine's API is up. Blocks."""
+    try:
+        with urllib.request.urlopen(f"{base_url(engine.url)}/health", timeout=timeout_ms / 1_000):
+            return engine
+    except urllib.error.HTTPError as error:
+        return replace(engine, fault=f"HTTP {error.code}")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return replace(engine, fault=str(reason) or type(error).__name__)

@@ -60,6 +60,15 @@ def test_a_prompt_with_local_hits_is_admitted() -> None:
         lender.run(20)
 
 
+def test_many_leases_give_way_to_one_prompt() -> None:
+    """What is missing is not known: they are asked again until it is there, within the same step."""
+    with desk(DeskSettings(role="kv_consumer", blocks=65)) as lender:
+        lend(lender, 7, 8)
+        lender.add("next", tokens(50 * BLOCK_TOKENS, seed=60))
+        lender.step()
+        assert not lender.scheduler.has_unfinished_requests()
+
+
 def test_leases_stay_when_their_end_would_not_help() -> None:
     """A prompt that waits for a running request's blocks does not cost the leases theirs."""
     with desk(DeskSettings(role="kv_consumer", blocks=65, max_batched_tokens=2_048)) as lender:

@@ -6,7 +6,7 @@ of them must end with wrong bytes accepted, or the judge is blind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from kvlease.connector.borrower import Borrower, BorrowTerms, Decision, Read
@@ -63,7 +63,7 @@ class SealNotRead(Prover):
     """Takes the blocks as soon as they are here."""
 
     def landed(
-        self, request_id: str, now_ms: int, ranks: Container[tuple[int, int]] | None = None
+        self, request_id: str, now_ms: int, ranks: Collection[tuple[int, int]] | None = None
     ) -> ReadSeals | Release:
         answer = super().landed(request_id, now_ms, ranks)
         if isinstance(answer, Release):

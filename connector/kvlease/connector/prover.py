@@ -12,7 +12,7 @@ until it has.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -69,17 +69,20 @@ class Prover:
         self._loads[request_id] = _Proving(proofs=proofs, posted_ms=now_ms)
 
     def landed(
-        self, request_id: str, now_ms: int, ranks: Container[tuple[int, int]] | None = None
+        self, request_id: str, now_ms: int, ranks: Collection[tuple[int, int]] | None = None
     ) -> ReadSeals | Release:
         """All blocks of all ranks have arrived. `ranks`: the lender's (pp, tp) ranks read from; None means all.
 
-        A load without a seal to read cannot be proven and is released as failed.
+        A load without a seal to read, or with blocks of a rank that has none, cannot be proven and is released as
+        failed.
         """
         load = self._loads[request_id]
         load.landed_ms = now_ms
+        covered = True
         if ranks is not None:
             load.proofs = tuple(p for p in load.proofs if (p.seal.pp_rank, p.seal.tp_rank) in ranks)
-        if not load.proofs:
+            covered = {(p.seal.pp_rank, p.seal.tp_rank) for p in load.proofs} == set(ranks)
+        if not load.proofs or not covered:
             return self._release(request_id, load, ComputeReason.SEAL_UNREADABLE, now_ms)
         load.pending = set(range(len(load.proofs)))
         return ReadSeals(request_id=request_id, proofs=load.proofs)

@@ -164,6 +164,7 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
     def _kvl_prove(self, results: KVConnectorTransferResults) -> None:
         """Takes finished loads out of the results, reads their seals, and puts those with a verdict back."""
         now_ms = self._kvl_clock.now_ms()
+        landed = False
         for request_id in [rid for rid in results.finished_recving if rid in self._kvl_loads]:
             results.finished_recving.discard(request_id)
             if request_id in results.failed_recving:
@@ -171,7 +172,7 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
                 self._kvl_release(results, self._kvl_prover.read_failed(request_id, now_ms))
                 continue
             load = self._kvl_loads[request_id]
-            load.landed_ns = time.monotonic_ns()
+            load.landed_ns, landed = time.monotonic_ns(), True
             plan = self.tp_mappings.get(load.engine_id)
             ranks = {(0, rank) for rank in plan.all_source_ranks} if plan is not None else set()
             match self._kvl_prover.landed(request_id, now_ms, ranks):
@@ -183,13 +184,16 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
                     ]
                 case Release() as release:
                     self._kvl_release(results, release)
-        self._kvl_poll_seals(results)
+        self._kvl_poll_seals(results, self._kvl_settings.proof_poll_us if landed else 0)
         for release in self._kvl_prover.overdue(self._kvl_clock.now_ms()):
             self._kvl_release(results, release)
 
-    def _kvl_poll_seals(self, results: KVConnectorTransferResults) -> None:
-        """Looks at every seal READ under way; waits for them a little, since the alternative is a whole step."""
-        until_ns = time.monotonic_ns() + self._kvl_settings.proof_poll_us * 1_000
+    def _kvl_poll_seals(self, results: KVConnectorTransferResults, wait_us: int) -> None:
+        """Looks at every seal READ under way; waits a little for new ones, since the alternative is a whole step.
+
+        One that was not over by then is looked at once a step: a lender that hangs must not slow every step down.
+        """
+        until_ns = time.monotonic_ns() + wait_us * 1_000
         proving = [rid for rid, load in self._kvl_loads.items() if load.seals]
         while proving:
             proving = [rid for rid in proving if not self._kvl_poll(results, rid)]

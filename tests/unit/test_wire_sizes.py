@@ -1,0 +1,66 @@
+"""The largest answers that a registry puts together by count stay below the message limit, with every value at its
+longest; what could be longer than its characters say is refused."""
+
+from __future__ import annotations
+
+import pytest
+from kvlease.registry import wire
+from kvlease.registry.errors import InvalidRequest
+from kvlease.registry.servicer import PAGE_LEASES
+from kvlease.registry.values import (
+    INCARNATION_BYTES,
+    MAX_ID_CHARS,
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT_CHARS,
+    MAX_TRACEPARENT_CHARS,
+    ConversationId,
+    EndReason,
+    EngineId,
+    Incarnation,
+    LeaseEvent,
+    LeaseEventType,
+    LeaseId,
+    LeaseState,
+    LeaseView,
+    TenantId,
+)
+from kvlease.registry.watch import EVENTS_PER_MESSAGE
+from kvlease.v1 import registry_pb2 as pb
+
+ID = "i" * MAX_ID_CHARS
+UINT32, UINT64 = 2**32 - 1, 2**64 - 1
+LONGEST = LeaseView(
+    lease_id=LeaseId(ID),
+    tenant=TenantId(ID),
+    conversation=ConversationId(ID),
+    engine_id=EngineId(ID),
+    incarnation=Incarnation(b"i" * INCARNATION_BYTES),
+    tokens=UINT32,
+    stride_tokens=UINT32,
+    blocks=UINT32,
+    size_bytes=UINT64,
+    state=LeaseState.ENDED,
+    remaining_ms=-1,
+    end_reason=EndReason.QUOTA,
+    suspect=True,
+    traceparent="0" * MAX_TRACEPARENT_CHARS,
+    api_url="u" * MAX_TEXT_CHARS,
+)
+
+
+def test_a_page_of_the_longest_leases_is_one_message() -> None:
+    lease = wire.encode_lease(LONGEST)
+    page = pb.ListLeasesResponse(leases=[lease] * PAGE_LEASES, revision=UINT64, next_page_token=ID)
+    assert page.ByteSize() <= MAX_MESSAGE_BYTES
+
+
+def test_a_message_of_the_longest_events_is_one_message() -> None:
+    event = wire.encode_event(LeaseEvent(revision=UINT64, type=LeaseEventType.ENDED, lease=LONGEST))
+    news = pb.WatchResponse(revision=UINT64, events=[event] * EVENTS_PER_MESSAGE, newest_revision=UINT64)
+    assert news.ByteSize() <= MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("url", ["http://ü", "u" * (MAX_TEXT_CHARS + 1)])
+def test_a_url_takes_no_more_bytes_than_characters(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="api_url"):
+        wire.decode_engine(pb.Engine(engine_id="d", incarnation=b"i" * INCARNATION_BYTES, api_url=url))

@@ -26,6 +26,7 @@ from kvlease.registry.values import (
     EndReason,
     EngineId,
     Hit,
+    Incarnation,
     LeaseFilter,
     LeaseId,
     Miss,
@@ -35,7 +36,7 @@ from kvlease.registry.values import (
     ResolveQuery,
     TenantId,
 )
-from kvlease.registry.wire import decode_publish_result
+from kvlease.registry.wire import decode_publication, decode_publish_result
 from kvlease.v1.registry_pb2_grpc import RegistryStub
 
 from tests.integration.certificates import Authority, Files, put
@@ -144,6 +145,10 @@ async def test_a_lender_lends_as_itself_and_for_its_tenants(tmp_path: Path) -> N
         async with running.session("kvlease://lender/d1?tenant=*") as impostor:
             with pytest.raises(PermissionDenied):
                 await impostor.hello(engine("d0", b"j" * 16))
+        async with running.client("kvlease://lender/d1?tenant=*") as impostor_client:
+            item = decode_publication(lease("z", "z", conversation="c9"))
+            with pytest.raises(PermissionDenied):
+                await impostor_client.publish(EngineId("d0"), Incarnation(b"i" * 16), [item])
         async with running.session("kvlease://operator/ops") as operator:
             with pytest.raises(PermissionDenied):
                 await operator.hello(engine("d2", b"j" * 16))

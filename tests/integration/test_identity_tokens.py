@@ -24,6 +24,7 @@ from kvlease.registry.values import ConversationId, Hit, LeaseFilter, LeaseId, R
 from kvlease.v1.registry_pb2_grpc import RegistryStub
 
 from tests.integration.certificates import Authority, put
+from tests.integration.collector import collecting
 from tests.integration.raw_session import LIMIT_S, RawSession, lease
 from tests.integration.registry_peer import eventually, until
 
@@ -192,7 +193,7 @@ async def test_a_token_does_not_travel_in_clear_to_another_host(tmp_path: Path) 
 
 
 async def test_nothing_secret_is_told_at_any_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """X4: identity, sessions, resolves and refusals, with everything logged that there is to log."""
+    """Identity, sessions, resolves and refusals, with everything logged and traced that there is to log and trace."""
     caplog.set_level(logging.DEBUG)
     tokens = Tokens(tmp_path)
     engine, router = tokens.give("engine", LENDER), tokens.give("router", ROUTER)
@@ -200,7 +201,8 @@ async def test_nothing_secret_is_told_at_any_level(tmp_path: Path, caplog: pytes
     prompt = content.ljust(32)[:32].encode()
     told: list[str] = []
     async with (
-        registry(tokens, log_level="debug") as server,
+        collecting() as (collector, otlp_endpoint),
+        registry(tokens, log_level="debug", otlp_endpoint=otlp_endpoint) as server,
         open_channel(server.endpoint, engine) as channel,
         RegistryClient(server.endpoint, credentials=engine) as borrower,
         RegistryClient(server.endpoint, credentials=router) as client,
@@ -221,6 +223,9 @@ async def test_nothing_secret_is_told_at_any_level(tmp_path: Path, caplog: pytes
                 await refused
             told += [str(error.value), repr(error.value), repr(error.value.__cause__)]
         told += [repr(x) for x in (engine, router, server, channel, client)]
+    spans = [str(span) for span in collector.spans]
+    assert any("resolve" in x for x in spans), "there were no spans to look at"
+    told += spans
     put(tokens.path, tokens.secrets()[0].encode())
     with pytest.raises(StartError) as faulty:
         async with registry(tokens):

@@ -6,52 +6,19 @@ The collector is a real OTLP receiver on a port of its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-import grpc.aio
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.server import RegistryServer
 from kvlease.registry.settings import NO_METRICS, RegistrySettings
 from kvlease.registry.values import ConversationId, LeaseId, ResolveQuery, TenantId
 from kvlease.v1 import registry_pb2 as pb
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.integration.collector import collecting
 from tests.integration.raw_session import LIMIT_S, STRIDE, RawSession, digests, lease, raw_stub
 
 TENANT = TenantId("acme")
 CALLER = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span it is sent."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    async def Export(  # noqa: N802 - OTLP's name
-        self, request: trace_service_pb2.ExportTraceServiceRequest, context: object
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
-        for resource in request.resource_spans:
-            for scope in resource.scope_spans:
-                self.spans.extend(scope.spans)
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def named(self, name: str) -> list[Span]:
-        return sorted((x for x in self.spans if x.name == name), key=lambda x: x.start_time_unix_nano)
-
-
-@asynccontextmanager
-async def _collector() -> AsyncIterator[tuple[Collector, str]]:
-    collector, server = Collector(), grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield collector, f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
 
 
 def _attributes(span: Span) -> dict[str, str | int]:
@@ -59,7 +26,7 @@ def _attributes(span: Span) -> dict[str, str | int]:
 
 
 async def test_the_story_of_a_lease_is_in_the_spans() -> None:
-    async with _collector() as (collector, endpoint):
+    async with collecting() as (collector, endpoint):
         settings = RegistrySettings(listen="127.0.0.1:0", metrics_listen=NO_METRICS, otlp_endpoint=endpoint)
         async with (
             RegistryServer(settings) as server,

@@ -27,9 +27,21 @@ class Effort:
     """Engine steps, and calls of each hook."""
     seals: int
     """Seal READs."""
+    held: int
+    """Leases of a registry that is full."""
 
 
 FULL: Final = Effort(
-    rounds=15, leases=1_000, calls=120, many_calls=700, messages=64, publishes=640, steps=1_500, seals=1_000
+    rounds=15,
+    leases=1_000,
+    calls=120,
+    many_calls=700,
+    messages=64,
+    publishes=640,
+    steps=1_500,
+    seals=1_000,
+    held=1_000_000,
 )
-QUICK: Final = Effort(rounds=1, leases=40, calls=10, many_calls=40, messages=4, publishes=64, steps=20, seals=20)
+QUICK: Final = Effort(
+    rounds=1, leases=40, calls=10, many_calls=40, messages=4, publishes=64, steps=20, seals=20, held=2_000
+)

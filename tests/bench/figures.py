@@ -22,6 +22,7 @@ class Unit(StrEnum):
     MILLISECONDS = "ms"
     PER_SECOND = "/s"
     RATIO = "x"
+    BYTES = "B"
 
 
 class Verdict(StrEnum):

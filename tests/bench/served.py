@@ -57,7 +57,7 @@ class Program:
             stdout=asyncio.subprocess.PIPE,
             stderr=self._log,
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **self._environment},
+            env={**os.environ, "PYTHONPATH": _search_path(), **self._environment},
             limit=LINE_BYTES,
         )
         return self
@@ -109,6 +109,10 @@ class Program:
                 total += int((thread / "schedstat").read_text().split()[0])
         return total
 
+    def resident_bytes(self) -> int:
+        """Memory that it occupies now. Linux only."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
     @property
     def _running(self) -> asyncio.subprocess.Process:
         assert self._process is not None, "the program is not started"
@@ -120,6 +124,11 @@ class Program:
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - TAIL_BYTES))
         return b"".join([*self._noise, self._log.read()]).decode(errors="replace")
+
+
+def _search_path() -> str:
+    """The repository first, then what this process was given."""
+    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
 
 
 def say(said: object) -> None:

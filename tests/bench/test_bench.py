@@ -33,6 +33,8 @@ EXPECTED = (
     ("resolve by the client, 24k-token leases", "one caller, p99"),
     ("publish, 1k-token leases", "session, publish to resolvable, p50"),
     ("publish, 24k-token leases", "unary, 32 leases a call"),
+    ("a registry with 2,000 leases", "memory of a lease, beside its payload"),
+    ("a registry with 2,000 leases", "publish to the last of 100 watchers, p99"),
     ("router", "first byte, added by the router, leases on, p50"),
     ("router", "locate in the copy, p50"),
     ("connector, each hook on the engine's thread", "get_new_blocks, 25 of lapsed leases, p99"),

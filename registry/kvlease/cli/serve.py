@@ -6,7 +6,6 @@ Nothing of the registry's behaviour is here; `kvlease.registry.server` has the o
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -14,6 +13,7 @@ import sys
 import uvloop
 from kvlease.cli import exits
 from kvlease.cli.logs import configure_logging
+from kvlease.registry.heap import freeze_survivors
 from kvlease.registry.server import RegistryServer, StartError
 from kvlease.registry.settings import RegistrySettings, SettingsError, load
 
@@ -28,11 +28,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("".join(f"kvlease registry: {line}\n" for line in str(error).splitlines()))
         return exits.USAGE
     configure_logging(settings.log_level, settings.log_format)
-    # Leases live long and hold no cycles. Young collections find the garbage there is; a full one would stop the
-    # registry for as long as it takes to walk a million leases, so it is made rare.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 50, 1_000)
+    freeze_survivors()
     try:
         uvloop.run(_run(settings))
     except StartError as error:

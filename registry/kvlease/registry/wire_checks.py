@@ -8,11 +8,13 @@ offending text, which may be hostile or private. A member that the contract lack
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final, TypeVar
 
 from kvlease.registry.errors import InvalidRequest, Limit
 from kvlease.registry.values import (
     DIGEST_BYTES,
+    FINGERPRINT_BYTES,
     MAX_BATCH,
     MAX_DIGESTS,
     MAX_ID_CHARS,
@@ -120,8 +122,16 @@ def known(field: str, table: Mapping[int, T], number: int) -> T:
     return member
 
 
+@lru_cache(maxsize=1_024)
 def decode_tenant(text: str) -> TenantId:
+    """Remembered: every resolve names one of a few, and leases of a tenant share one string. Raises InvalidRequest."""
     return TenantId(check_id("tenant", text))
+
+
+@lru_cache(maxsize=1_024)
+def check_fingerprint(field: str, value: bytes) -> bytes:
+    """`value` if it is as wide as it must be. Remembered: leases of one kind share it. Raises InvalidRequest."""
+    return check_width(field, value, FINGERPRINT_BYTES)
 
 
 def decode_conversation(text: str) -> ConversationId | None:

@@ -9,8 +9,6 @@ This is the hot path: `decode_query` and `fill_answer` build nothing that is not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Final
 
 from kvlease.registry.errors import InvalidRequest, Limit
 from kvlease.registry.values import (
@@ -51,9 +49,6 @@ from kvlease.registry.wire_checks import (
 )
 from kvlease.v1 import registry_pb2 as pb
 
-_known_tenant: Final = lru_cache(maxsize=1_024)(decode_tenant)
-"""Tenants are few and named by every resolve: most need not be looked at again."""
-
 
 def decode_query(message: pb.ResolveRequest) -> ResolveQuery:
     """Raises InvalidRequest."""
@@ -73,7 +68,7 @@ def decode_query(message: pb.ResolveRequest) -> ResolveQuery:
     if conversation and not is_id(conversation):
         check_id("conversation", conversation)
     return ResolveQuery(
-        _known_tenant(tenant),
+        decode_tenant(tenant),
         lease_id or None,  # type: ignore[arg-type]  # these two are checked, and to call a NewType costs something
         conversation or None,  # type: ignore[arg-type]
         digests,

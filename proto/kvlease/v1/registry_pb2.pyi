@@ -13,6 +13,9 @@ Rules of this file
     READ by the seal in the lender's memory (registry/DESIGN.md, section 4).
   - Every error carries google.rpc.ErrorInfo with domain "kvlease" and a stable reason, and
     google.rpc.RetryInfo where a retry is safe and useful.
+  - Where callers have to say who they are, any call may end with UNAUTHENTICATED, or with PERMISSION_DENIED if it is not
+    for the caller's role. A lease or conversation of a tenant that is not the caller's is answered as one that does
+    not exist; lists, watches and names of such a tenant are PERMISSION_DENIED. registry/OPERATIONS.md has the roles.
 
 Limits (exceeding one is INVALID_ARGUMENT with the name of the limit, unless said otherwise)
   message 4 MiB, record 256 KiB, digests 4 096 per chain, items 256 per batch, ids 1-128 characters

@@ -162,6 +162,7 @@ class RegistryServicer:
 
     def Locate(self, request, context):
         """Where a conversation's KV is: for routers. The same search as Resolve by conversation, without records.
+        Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Resolve, but under heavier overload only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,6 +191,7 @@ class RegistryServicer:
     def ListLeases(self, request, context):
         """Every resolvable lease that matches, with the revision the list is true at; pages are consistent only within
         one revision. For watchers and operators.
+        Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Locate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

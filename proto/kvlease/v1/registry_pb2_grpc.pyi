@@ -13,6 +13,9 @@ Rules of this file
     READ by the seal in the lender's memory (registry/DESIGN.md, section 4).
   - Every error carries google.rpc.ErrorInfo with domain "kvlease" and a stable reason, and
     google.rpc.RetryInfo where a retry is safe and useful.
+  - Where callers have to say who they are, any call may end with UNAUTHENTICATED, or with PERMISSION_DENIED if it is not
+    for the caller's role. A lease or conversation of a tenant that is not the caller's is answered as one that does
+    not exist; lists, watches and names of such a tenant are PERMISSION_DENIED. registry/OPERATIONS.md has the roles.
 
 Limits (exceeding one is INVALID_ARGUMENT with the name of the limit, unless said otherwise)
   message 4 MiB, record 256 KiB, digests 4 096 per chain, items 256 per batch, ids 1-128 characters
@@ -90,7 +93,9 @@ class RegistryStub:
     correlation id, in any order. One bad item is answered as a miss with reason INVALID and does not close the stream.
     """
     Locate: _grpc.UnaryUnaryMultiCallable[_registry_pb2.LocateRequest, _registry_pb2.LocateResponse]
-    """Where a conversation's KV is: for routers. The same search as Resolve by conversation, without records."""
+    """Where a conversation's KV is: for routers. The same search as Resolve by conversation, without records.
+    Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Resolve, but under heavier overload only.
+    """
     NameConversation: _grpc.UnaryUnaryMultiCallable[_registry_pb2.NameConversationRequest, _registry_pb2.NameConversationResponse]
     """Gives a conversation further names (aliases), so that any router recognises its next turn by the hash of
     its message prefix. The newest naming of an alias wins. A wrong alias costs nothing: digests decide.
@@ -106,6 +111,7 @@ class RegistryStub:
     ListLeases: _grpc.UnaryUnaryMultiCallable[_registry_pb2.ListLeasesRequest, _registry_pb2.ListLeasesResponse]
     """Every resolvable lease that matches, with the revision the list is true at; pages are consistent only within
     one revision. For watchers and operators.
+    Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Locate.
     """
     ListEngines: _grpc.UnaryUnaryMultiCallable[_registry_pb2.ListEnginesRequest, _registry_pb2.ListEnginesResponse]
     """Every engine with a session or with leases, and its state."""
@@ -156,7 +162,9 @@ class RegistryAsyncStub(RegistryStub):
     correlation id, in any order. One bad item is answered as a miss with reason INVALID and does not close the stream.
     """
     Locate: _aio.UnaryUnaryMultiCallable[_registry_pb2.LocateRequest, _registry_pb2.LocateResponse]  # type: ignore[assignment]
-    """Where a conversation's KV is: for routers. The same search as Resolve by conversation, without records."""
+    """Where a conversation's KV is: for routers. The same search as Resolve by conversation, without records.
+    Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Resolve, but under heavier overload only.
+    """
     NameConversation: _aio.UnaryUnaryMultiCallable[_registry_pb2.NameConversationRequest, _registry_pb2.NameConversationResponse]  # type: ignore[assignment]
     """Gives a conversation further names (aliases), so that any router recognises its next turn by the hash of
     its message prefix. The newest naming of an alias wins. A wrong alias costs nothing: digests decide.
@@ -172,6 +180,7 @@ class RegistryAsyncStub(RegistryStub):
     ListLeases: _aio.UnaryUnaryMultiCallable[_registry_pb2.ListLeasesRequest, _registry_pb2.ListLeasesResponse]  # type: ignore[assignment]
     """Every resolvable lease that matches, with the revision the list is true at; pages are consistent only within
     one revision. For watchers and operators.
+    Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Locate.
     """
     ListEngines: _aio.UnaryUnaryMultiCallable[_registry_pb2.ListEnginesRequest, _registry_pb2.ListEnginesResponse]  # type: ignore[assignment]
     """Every engine with a session or with leases, and its state."""
@@ -261,7 +270,9 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.LocateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.LocateResponse, _abc.Awaitable[_registry_pb2.LocateResponse]]:
-        """Where a conversation's KV is: for routers. The same search as Resolve by conversation, without records."""
+        """Where a conversation's KV is: for routers. The same search as Resolve by conversation, without records.
+        Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Resolve, but under heavier overload only.
+        """
 
     @_abc_1.abstractmethod
     def NameConversation(
@@ -295,6 +306,7 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_registry_pb2.ListLeasesResponse, _abc.Awaitable[_registry_pb2.ListLeasesResponse]]:
         """Every resolvable lease that matches, with the revision the list is true at; pages are consistent only within
         one revision. For watchers and operators.
+        Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Locate.
         """
 
     @_abc_1.abstractmethod

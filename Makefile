@@ -50,6 +50,11 @@ bench: engines  ## latency and rate against a bare gRPC echo, also as out/bench.
 	@mkdir -p out
 	@$(PY) -m tests.bench --json out/bench.json $(if $(CHECK),--check)
 
+.PHONY: bench-ttft
+bench-ttft: engines  ## time to first token on real engines: computed, from a lease, stock's reuse, own cache; CHECK=1
+	@mkdir -p out
+	@$(PY) -m tests.bench.ttft --json out/ttft.json $(if $(CHECK),--check)
+
 .PHONY: sim
 sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows every byte; fails on a wrong one
 	@$(PY) -m tests.sim --seeds $(SEEDS) --start $(START) --workers $(WORKERS)

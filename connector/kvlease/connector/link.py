@@ -93,10 +93,15 @@ class Link:
         self._session: LenderSession | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
-        self._in_flight = 0
+        self._asked = 0
+        """Resolves handed over; counted by the engine's thread alone."""
+        self._answered = 0
+        """Of them, those that are over; counted by this thread alone."""
         self._engine: Engine | None = None
         self._work: deque[Callable[[], object]] = deque()
         self._woken = False
+        self._ended = False
+        """This thread is no more: nothing is kept for it."""
         self.break_seal: Callable[[LeaseId], bool] | None = None
         """Breaks a lease's seal from this thread, if the lease is held; set by the lender."""
         self.answers: deque[Answer] = deque()
@@ -114,10 +119,15 @@ class Link:
         self._call(self._lend_as, engine)
 
     def resolve(self, request_id: str, query: ResolveQuery) -> None:
-        if self._in_flight >= MAX_RESOLVES_IN_FLIGHT:
-            self.answers.append(Answer(request_id=request_id, answer=ComputeReason.OVERLOADED))
+        refusal = None
+        if self._ended:
+            refusal = ComputeReason.REGISTRY_UNAVAILABLE
+        elif self._asked - self._answered >= MAX_RESOLVES_IN_FLIGHT:
+            refusal = ComputeReason.OVERLOADED
+        if refusal is not None:
+            self.answers.append(Answer(request_id=request_id, answer=refusal))
             return
-        self._in_flight += 1
+        self._asked += 1
         self._call(self._spawn_resolve, request_id, query)
 
     def publish(self, publication: Publication) -> None:
@@ -150,6 +160,8 @@ class Link:
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         """One append; the loop is woken only if it does not know yet that there is work."""
+        if self._ended:
+            return
         self._work.append(partial(function, *args))
         if not self._woken:
             self._woken = True
@@ -174,6 +186,8 @@ class Link:
         except Exception:  # the thread's outermost frame
             log.exception("kvlease: the connector's thread ended; the engine goes on, computing every prefill")
         finally:
+            self._ended = True
+            self._work.clear()
             self._loop.close()
 
     async def _run(self) -> None:
@@ -223,7 +237,7 @@ class Link:
         try:
             self.answers.append(await self._ask(request_id, query))
         finally:
-            self._in_flight -= 1
+            self._answered += 1
 
     async def _ask(self, request_id: str, query: ResolveQuery) -> Answer:
         if self._client is None:

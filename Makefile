@@ -18,6 +18,9 @@ PIP_ARGS ?=
 SEEDS ?= 1000
 START ?= 0
 WORKERS ?= $(shell nproc)
+# Messages of `make fuzz`, and the seed of all that is random in it.
+MESSAGES ?= 100000
+SEED ?= 1
 # With CHECK=1, `make bench` fails when a figure misses its budget.
 CHECK ?=
 # Passed to pytest: make test ARGS='-k router'
@@ -58,6 +61,10 @@ bench-ttft: engines  ## time to first token on real engines: computed, from a le
 .PHONY: sim
 sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows every byte; fails on a wrong one
 	@$(PY) -m tests.sim --seeds $(SEEDS) --start $(START) --workers $(WORKERS)
+
+.PHONY: fuzz
+fuzz: venv  ## MESSAGES=100000 SEED=1: random and broken messages to a registry; CHECK=1 also judges its memory and speed
+	@$(PY) -m tests.fuzz --messages $(MESSAGES) --seed $(SEED) $(if $(CHECK),--check)
 
 ##@ Develop
 .PHONY: test

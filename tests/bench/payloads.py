@@ -28,6 +28,7 @@ from kvlease.registry.values import (
     OnDeadline,
     Publication,
     ResolveQuery,
+    TenantId,
 )
 
 STRIDE_TOKENS: Final = 64
@@ -52,8 +53,9 @@ class Turn:
 class Turns:
     """Makes turns of one lender; equal seeds make equal turns."""
 
-    def __init__(self, engine: Engine, *, seed: int, deadline_ms: int) -> None:
+    def __init__(self, engine: Engine, *, seed: int, deadline_ms: int, tenant: TenantId = DEFAULT_TENANT) -> None:
         """`deadline_ms`: on the lender's clock, for every lease."""
+        self._tenant = tenant
         self._engine = engine
         self._random = random.Random(seed)
         self._deadline_ms = deadline_ms
@@ -82,7 +84,7 @@ class Turns:
                 engine_id=self._engine.engine_id,
                 incarnation=self._engine.incarnation,
                 fingerprint_hash=self._engine.fingerprint.hash,
-                tenant=DEFAULT_TENANT,
+                tenant=self._tenant,
                 stride_tokens=STRIDE_TOKENS,
                 block_tokens=BLOCK_TOKENS,
                 tokens=strides * STRIDE_TOKENS,
@@ -97,7 +99,7 @@ class Turns:
         return Turn(
             publication=Publication(
                 lease_id=lease_id,
-                tenant=DEFAULT_TENANT,
+                tenant=self._tenant,
                 conversation=conversation,
                 stride_tokens=STRIDE_TOKENS,
                 block_count=blocks,
@@ -108,7 +110,7 @@ class Turns:
                 record=record,
             ),
             query=ResolveQuery(
-                tenant=DEFAULT_TENANT,
+                tenant=self._tenant,
                 conversation=conversation,
                 digests=digests + self._random.randbytes(NEXT_TURN_STRIDES * DIGEST_BYTES),
                 stride_tokens=STRIDE_TOKENS,

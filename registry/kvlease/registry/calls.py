@@ -15,7 +15,8 @@ from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
-from kvlease.registry.errors import InternalError, KvleaseError, Reason
+from google.protobuf.message import DecodeError
+from kvlease.registry.errors import InternalError, InvalidRequest, KvleaseError, Reason
 from kvlease.registry.errors_grpc import abort
 from kvlease.registry.identity_gate import Behavior, Context, Gate, Message
 from kvlease.registry.telemetry import context_from_traceparent
@@ -23,6 +24,7 @@ from opentelemetry import context as trace_context
 
 _log = logging.getLogger(__name__)
 
+Parse = Callable[[Any], Message]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
@@ -57,17 +59,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _wrap(self, rpc: str, handler: Any) -> Any:
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
+        """Requests are parsed where an error can still be answered: grpc would end the call without a reason."""
+        parse, serialize = _strict(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._call(rpc, handler.unary_unary), **codecs)
+            call = self._call(rpc, handler.unary_unary, parse)
+            return grpc.unary_unary_rpc_method_handler(call, response_serializer=serialize)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._call(rpc, handler.unary_stream), **codecs)
-        return grpc.stream_stream_rpc_method_handler(self._call(rpc, handler.stream_stream), **codecs)
+            call = self._call(rpc, handler.unary_stream, parse)
+            return grpc.unary_stream_rpc_method_handler(call, response_serializer=serialize)
+        call = self._call(rpc, handler.stream_stream, _as_is)
+        return grpc.stream_stream_rpc_method_handler(call, request_deserializer=parse, response_serializer=serialize)
 
-    def _call(self, rpc: str, behavior: Behavior) -> Behavior:
+    def _call(self, rpc: str, behavior: Behavior, parse: Parse) -> Behavior:
         if self._gate is not None:
             behavior = self._gate.guarded(rpc, behavior)
 
@@ -76,7 +79,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             token = self._join(context)
             known: KvleaseError | None = None
             try:
-                return await behavior(request, context)
+                return await behavior(parse(request), context)
             except KvleaseError as error:
                 known = error
             except Exception as error:  # noqa: BLE001 - the outermost frame of a call
@@ -99,3 +102,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if key == "traceparent" and isinstance(value, str):
                 return trace_context.attach(context_from_traceparent(value))
         return None
+
+
+def _strict(parse: Parse) -> Parse:
+    def parse_or_refuse(raw: bytes) -> Message:
+        try:
+            return parse(raw)
+        except DecodeError as error:
+            raise InvalidRequest("the bytes are no message of this rpc") from error
+
+    return parse_or_refuse
+
+
+def _as_is(request: Message) -> Message:
+    return request

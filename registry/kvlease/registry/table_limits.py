@@ -13,8 +13,8 @@ SCAN_LIMIT: Final = 128
 """Leases one prefix search looks at. Only leases that may not be answered (silent lender, other fingerprint) or
 that tie are scanned past, so the limit is met only when more than this many share exactly the best prefix."""
 
-TICK_WORK: Final = 64
-"""Leases one `tick` touches at most: some 20 us each, so that resolves wait for 1-2 ms while very many expire."""
+TICK_WORK: Final = 32
+"""Leases one `tick` touches at most: some 20 us each, so resolves wait for less than 1 ms while very many expire."""
 
 HEARTBEAT_WINDOW: Final = 32
 """Heartbeats over which the lender's present is the maximum: one late heartbeat must not set its clock back."""

@@ -1,0 +1,100 @@
+"""A fuzz run: a real registry in a process of its own, attackers on connections of their own, an honest caller beside.
+
+Reports what came of every message, how the server's memory went, and what the honest caller's resolves took with and
+without the attack. The registry's limits are set low, so that what it may keep is kept after a short while and memory
+that grows after that is a leak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import grpc.aio
+from kvlease.registry.client_channel import CLIENT_OPTIONS
+
+from tests.bench.figures import quantile
+from tests.bench.registry_sections import port_of
+from tests.bench.served import Program
+from tests.fuzz.attack import Attacker, Verdicts, rpcs
+
+ATTACKERS: Final = 4
+ALONE_ROUNDS: Final = 5
+SETTLED: Final = 0.3
+"""Share of the messages after which memory is looked at first: by then caches are full."""
+ROUND_S: Final = 120.0
+LIMITS: Final = (
+    *("--keep-events", "2048"),
+    *("--max-engines", "64", "--max-tenants", "64", "--max-leases-per-engine", "500"),
+    *("--max-aliases-per-tenant", "500", "--max-watchers", "64", "--max-resolve-streams", "64"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run found. Times in milliseconds."""
+
+    verdicts: Verdicts
+    settled_bytes: int
+    """Memory of the server once its caches are full."""
+    end_bytes: int
+    alone_p99_ms: float
+    beside_p99_ms: float
+    honest_resolves: int
+
+    @property
+    def grown_bytes(self) -> int:
+        return self.end_bytes - self.settled_bytes
+
+
+async def run(messages: int, seed: int, on_progress: Callable[[int], None] = lambda sent: None) -> Result:
+    """Raises ProgramFailed if the server or the honest caller ends."""
+    verdicts = Verdicts()
+    async with AsyncExitStack() as stack:
+        registry = await stack.enter_async_context(Program("tests.bench.registry_server", *LIMITS))
+        port = await port_of(registry)
+        honest = await stack.enter_async_context(Program("tests.fuzz.honest_caller", str(port)))
+        alone = [sample for _ in range(ALONE_ROUNDS) for sample in await _round(honest)]
+        settled_bytes = 0
+
+        async def attack(number: int) -> None:
+            nonlocal settled_bytes
+            options = (*CLIENT_OPTIONS, ("grpc.max_send_message_length", -1))
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+                attacker = Attacker(channel, seed * ATTACKERS + number, verdicts)
+                while verdicts.messages < messages:
+                    for rpc in rpcs():
+                        await attacker.call(rpc)
+                    if not settled_bytes and verdicts.messages >= SETTLED * messages:
+                        settled_bytes = registry.resident_bytes()
+                    on_progress(verdicts.messages)
+
+        beside: list[float] = []
+
+        async def listen() -> None:
+            while True:
+                beside.extend(await _round(honest))
+
+        async with asyncio.TaskGroup() as group:
+            listener = group.create_task(listen())
+            attackers = [group.create_task(attack(number)) for number in range(ATTACKERS)]
+            await asyncio.wait(attackers)
+            listener.cancel()
+        beside += await _round(honest)  # it is still served, and a short run has samples too
+        return Result(
+            verdicts=verdicts,
+            settled_bytes=settled_bytes,
+            end_bytes=registry.resident_bytes(),
+            alone_p99_ms=quantile(alone, 0.99),
+            beside_p99_ms=quantile(beside, 0.99),
+            honest_resolves=len(beside),
+        )
+
+
+async def _round(honest: Program) -> list[float]:
+    said = await honest.line(timeout_s=ROUND_S)
+    assert isinstance(said, list)
+    return [float(sample) for sample in said]

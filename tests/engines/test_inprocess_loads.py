@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="the scheduler is vLLM's: install the engines
 
 from kvlease.connector.borrower import ComputeReason
 from kvlease.connector.vllm_metadata import attached_orders, attached_refused
-from kvlease.registry.metrics import BORROWER_MISSES
+from kvlease.registry.metrics import BORROWER_BORROWS, BORROWER_MISSES
 
 from tests.engines.engine import BLOCK_TOKENS
 from tests.engines.inprocess import LENDER_PARAMS, LENT_FROM, Desk, DeskSettings, Loads, Params, desk, hit, tokens
@@ -32,6 +32,13 @@ def borrower(request: pytest.FixtureRequest) -> Iterator[Desk]:
 
 def misses(borrower: Desk, reason: ComputeReason) -> float:
     return borrower.count(BORROWER_MISSES, reason=reason.value)
+
+
+def endings(borrower: Desk) -> dict[str, float]:
+    """How borrows ended, and how often."""
+    ended = {reason.value: misses(borrower, reason) for reason in ComputeReason}
+    ended["borrowed"] = borrower.count(BORROWER_BORROWS)
+    return {name: count for name, count in ended.items() if count}
 
 
 def at_rest(borrower: Desk) -> None:
@@ -158,6 +165,25 @@ def test_an_abort_at_each_instant_leaves_nothing(borrower: Desk, when: str, reas
             abort()
     borrower.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
     borrower.step()
+    at_rest(borrower)
+    if when == "waiting":
+        assert endings(borrower) == {"aborted": 2}
+    else:
+        assert endings(borrower) == {"borrowed" if reason is None else reason.value: 1}
+
+
+def test_a_borrow_counts_once_when_its_request_is_preempted_afterwards(borrower: Desk) -> None:
+    request = borrower.add("next", PROMPT, max_tokens=5, kvlease={})
+    hit(borrower, request, strides=4)
+    output = borrower.schedule()
+    loads = Loads()
+    loads.over("next")
+    borrower.finish(output, loads)
+    borrower.step()
+    assert borrower.scheduler.reset_prefix_cache(reset_running_requests=True)
+    borrower.run()
+    assert request.num_preemptions == 1
+    assert endings(borrower) == {"borrowed": 1}
     at_rest(borrower)
 
 

@@ -47,6 +47,7 @@ class _Story:
     report: LoadReport | None = None
     """Of all ranks that have reported so far."""
     settled: bool = False
+    counted: bool = False
     gone: bool = False
 
 
@@ -79,6 +80,7 @@ class Borrowing:
 
     def arrived(self, request: ArrivedRequest) -> None:
         """A prompt that may borrow: asks the registry at once, so that queueing hides the round trip."""
+        self._take_answers()
         ask = Ask(
             request_id=request.request_id,
             tenant=request.params.tenant,
@@ -100,13 +102,15 @@ class Borrowing:
         query = self._core.begin(ask, self._clock.now_ms())
         if query is not None:
             self._link.resolve(request.request_id, query)
+        elif request.request_id not in self._core:
+            self._count_miss(self._stories[request.request_id], ComputeReason.LIMIT)
 
     def decide(self, request_id: str, computed_tokens: int) -> Decision:
         """What to do for a request that is up for admission."""
         self._take_answers()
         decision = self._core.decide(request_id, computed_tokens, self._clock.now_ms())
         if isinstance(decision, Compute) and decision.first:
-            self._instruments.computed.labels(decision.reason.value).inc()
+            self._count_miss(self._stories[request_id], decision.reason)
             self._note_resolve(request_id, decision.reason)
         return decision
 
@@ -156,8 +160,9 @@ class Borrowing:
             return
         if story.read is not None and not story.settled:
             story.gone = True
-        else:
-            del self._stories[request_id]
+            return
+        del self._stories[request_id]
+        self._count_miss(story, ComputeReason.ABORTED)
 
     def _take_answers(self) -> None:
         answers = self._link.answers
@@ -171,6 +176,12 @@ class Borrowing:
                 else:
                     self._core.failed(item.request_id, ComputeReason.RECORD_INVALID)
 
+    def _count_miss(self, story: _Story, reason: ComputeReason) -> None:
+        """Counts how the borrow ended, unless it has ended already: one preempted after a good READ was borrowed."""
+        if not story.counted:
+            story.counted = True
+            self._instruments.computed.labels(reason.value).inc()
+
     def _count(self, story: _Story, report: LoadReport) -> None:
         if report.reason is not None:
             self._core.read_failed(report.request_id, report.reason)
@@ -180,10 +191,11 @@ class Borrowing:
         instruments.read_bytes.inc(report.bytes_read)
         if report.reason is None:
             instruments.prove_seconds.observe(report.prove_us / 1e6)
+            story.counted = True
             instruments.borrows.inc()
             instruments.reused_tokens.inc(read.load_tokens if read else 0)
         else:
-            instruments.computed.labels(report.reason.value).inc()
+            self._count_miss(story, report.reason)
             if report.reason is ComputeReason.READ_FAILED:
                 instruments.reads_failed.inc()
             elif report.reason is not ComputeReason.READ_TIMEOUT:

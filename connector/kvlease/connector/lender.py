@@ -178,7 +178,8 @@ class LeaseHolder:
             raise LoanRefused(f"the loan needs {len(blocks)} blocks, leases may hold {terms.max_blocks}")
 
         effects: list[Effect] = [Pin(blocks=blocks)]
-        effects += self._supersede(loan)
+        superseded = self._supersede(loan)
+        effects += (effect for effect in superseded if not isinstance(effect, AnnounceEnded))
         effects += self._make_room(len(blocks))
         slot = self._free_slots.popleft()
         self._value = next_value(self._value)
@@ -227,6 +228,8 @@ class LeaseHolder:
             self._by_conversation.setdefault((loan.tenant, loan.conversation), set()).add(loan.lease_id)
         effects.append(WriteSeal(slot=slot, value=self._value, record_hash=record_hash(record)))
         effects.append(Announce(publication=publication))
+        # Told last, so that there is no moment at which neither of the two can be resolved.
+        effects += (effect for effect in superseded if isinstance(effect, AnnounceEnded))
         return effects
 
     def renew(self, lease_id: LeaseId, ttl_ms: int, now_ms: int) -> list[Effect]:
@@ -323,12 +326,8 @@ class LeaseHolder:
     def _supersede(self, loan: Loan) -> list[Effect]:
         if loan.conversation is None:
             return []
-        earlier = self._by_conversation.get((loan.tenant, loan.conversation), ())
-        covered = [
-            self._held[lease_id]
-            for lease_id in earlier
-            if loan.digests.startswith(self._held[lease_id].publication.record.digests)
-        ]
+        earlier = [self._held[i] for i in self._by_conversation.get((loan.tenant, loan.conversation), ())]
+        covered = [held for held in earlier if loan.digests.startswith(held.publication.record.digests)]
         return [effect for held in covered for effect in self._end(held, EndReason.SUPERSEDED)]
 
     def _make_room(self, blocks: int) -> list[Effect]:

@@ -1,4 +1,7 @@
-"""What is said of peers that are faster: by how much, against the better of kvlease's two ways. No peer is started."""
+"""What is said of peers that are faster: by how much, against the better of kvlease's two ways.
+
+Pure: no peer is started.
+"""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ PIP_ARGS ?=
 SEEDS ?= 1000
 START ?= 0
 WORKERS ?= $(shell nproc)
+# How long `make soak` runs. It starts at a seed of the day, unless START is given.
+MINUTES ?= 10
 # Messages of `make fuzz`, and the seed of all that is random in it.
 MESSAGES ?= 100000
 SEED ?= 1
@@ -63,6 +65,10 @@ bench-ttft: engines  ## time to first token on real engines: computed, from a le
 .PHONY: sim
 sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows every byte; fails on a wrong one
 	@$(PY) -m tests.sim --seeds $(SEEDS) --start $(START) --workers $(WORKERS)
+
+.PHONY: soak
+soak: venv  ## MINUTES=10: the same by time; START=… repeats a run, else each day has seeds of its own
+	@$(PY) -m tests.sim --minutes $(MINUTES) --workers $(WORKERS) $(if $(filter file,$(origin START)),,--start $(START))
 
 .PHONY: bench-peers
 bench-peers: venv  ## the same write and read on etcd, Redis and Mooncake, as far as they are installed; says what is not

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Final
 
 from tests.sim.breaks import BREAKS, Straight
@@ -96,6 +96,14 @@ def campaign(
         if stop_at_red and outcome.violations:
             break
     return tally
+
+
+def seeds_until(over: Callable[[], bool], *, start: int) -> Iterator[int]:
+    """Seeds from `start` on, one after another; `over` is asked before each. Some workers' shares more are run."""
+    for seed in count(start):
+        if over():
+            return
+        yield seed
 
 
 def _outcomes(seeds: Iterable[int], how: How, workers: int) -> Iterator[Outcome]:

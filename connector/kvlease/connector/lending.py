@@ -20,7 +20,7 @@ from typing import Protocol
 from kvlease.connector import digests
 from kvlease.connector.instruments import Instruments
 from kvlease.connector.journal import Note
-from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan, LoanRefused
+from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import (
     Announce,
     AnnounceEnded,
@@ -35,6 +35,7 @@ from kvlease.connector.lender_effects import (
     WriteSeal,
 )
 from kvlease.connector.link import EndOrder, Link
+from kvlease.connector.loan import LenderTerms, Loan, LoanRefused
 from kvlease.connector.request_params import RequestParams
 from kvlease.connector.seal_table import SealTable
 from kvlease.registry.clock import Clock
@@ -154,6 +155,7 @@ class Lending:
             return None
         self._carry_out(effects)
         self._instruments.loans.inc()
+        self._report()  # the engine may be idle from here on
         self._link.note(
             Note(
                 name="publish",

@@ -18,9 +18,9 @@ from kvlease.connector.borrowing import ArrivedRequest, Borrowing
 from kvlease.connector.digests import fingerprint
 from kvlease.connector.instruments import Instruments
 from kvlease.connector.journal import Journal
-from kvlease.connector.lender import LenderTerms, RankTable
 from kvlease.connector.lending import FinishedTurn, Lending
 from kvlease.connector.link import EndOrder, Link
+from kvlease.connector.loan import LenderTerms, RankTable
 from kvlease.connector.probe import LenderProbe, Peer
 from kvlease.connector.request_params import RequestParams
 from kvlease.connector.seal_table import SealTable

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan, RankTable
+from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import (
     Announce,
     AnnounceEnded,
@@ -19,6 +19,7 @@ from kvlease.connector.lender_effects import (
     Effect,
     RefuseRenewal,
 )
+from kvlease.connector.loan import LenderTerms, Loan, RankTable
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.clock import Clock
 from kvlease.registry.lender_session import LenderSession
@@ -58,7 +59,14 @@ class HoldingLender:
     """Does at once what it is told; `tick` is the engine step in which deadlines are looked at."""
 
     def __init__(
-        self, client: RegistryClient, engine_id: str, clock: Clock, *, ttl_ms: int, on_deadline: OnDeadline
+        self,
+        client: RegistryClient,
+        engine_id: str,
+        clock: Clock,
+        *,
+        ttl_ms: int,
+        max_lifetime_ms: int,
+        on_deadline: OnDeadline,
     ) -> None:
         engine = Engine(
             engine_id=EngineId(engine_id),
@@ -77,6 +85,7 @@ class HoldingLender:
             slots=MOST_LEASES,
             max_blocks=MOST_LEASES,
             ttl_ms=ttl_ms,
+            max_lifetime_ms=max_lifetime_ms,
             on_deadline=on_deadline,
             renewable=True,
         )
@@ -143,10 +152,13 @@ async def holding(
     clock: Clock,
     *,
     ttl_ms: int = 480_000,
+    max_lifetime_ms: int = 0,
     on_deadline: OnDeadline = OnDeadline.LAPSE,
 ) -> AsyncIterator[HoldingLender]:
     """A lender whose session runs as long as the block. A session that ends by itself fails the block."""
-    lender = HoldingLender(client, engine_id, clock, ttl_ms=ttl_ms, on_deadline=on_deadline)
+    lender = HoldingLender(
+        client, engine_id, clock, ttl_ms=ttl_ms, max_lifetime_ms=max_lifetime_ms, on_deadline=on_deadline
+    )
     async with asyncio.TaskGroup() as group:
         running = group.create_task(lender.session.run(), name=f"lender {engine_id}")
         yield lender

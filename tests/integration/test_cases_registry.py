@@ -141,6 +141,24 @@ async def test_of_101_leases_the_renewed_one_lives_and_the_others_keep_their_tim
         held.check()
 
 
+async def test_a_renewal_past_the_longest_lifetime_is_answered_so_and_gives_what_is_left() -> None:
+    lenders_clock = HandClock()
+    async with (
+        registry(HandClock()) as (_, client),
+        holding(client, "d-1", lenders_clock, ttl_ms=TTL_MS, max_lifetime_ms=TTL_MS + 5_000) as lender,
+    ):
+        await lend(lender, "l")
+        for _ in range(2):
+            answer = await client.renew(DEFAULT_TENANT, LeaseId("l"), 2 * TTL_MS)
+            assert answer.status is RenewStatus.AT_LIMIT
+
+        async def moved() -> bool:
+            return (await hit(client, "l")).remaining_ms == TTL_MS + 5_000
+
+        await eventually(moved, "the deadline at the limit")
+        assert (await client.renew(DEFAULT_TENANT, LeaseId("l"), TTL_MS)).status is RenewStatus.RENEWED
+
+
 # -- clocks
 
 

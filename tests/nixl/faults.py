@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from kvlease.connector.borrower import Borrower, BorrowTerms, Decision, Read
-from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan
+from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import AnnounceLapsed, Effect
+from kvlease.connector.loan import LenderTerms, Loan
 from kvlease.connector.prover import Prover, ReadSeals, Release
 from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.seal import SLOT_BYTES, VALUE_BYTES, Proof, pack_value

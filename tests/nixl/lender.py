@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Final
 
-from kvlease.connector.lender import LenderTerms, Loan, LoanRefused, RankTable
+from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, RankTable
 from kvlease.connector.seal_table import SealTable, sweep
 from kvlease.registry.values import (
     DEFAULT_TENANT,

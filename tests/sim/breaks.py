@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvlease.connector.borrower import Ask, Borrower, Read
-from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan
+from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import Effect, Free
+from kvlease.connector.loan import LenderTerms, Loan
 from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.record import RecordContent
 from kvlease.connector.seal import VALUE_BYTES, Proof, pack_value

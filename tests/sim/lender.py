@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvlease.connector.digests import chain, seed
-from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan, LoanRefused, RankTable
+from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import (
     Announce,
     AnnounceEnded,
@@ -27,6 +27,7 @@ from kvlease.connector.lender_effects import (
     Unpin,
     WriteSeal,
 )
+from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, RankTable
 from kvlease.connector.seal import slot_offset
 from kvlease.registry.values import (
     ConversationId,

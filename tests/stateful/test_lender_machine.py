@@ -14,7 +14,7 @@ from typing import Final
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
-from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan, LoanRefused, RankTable
+from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import (
     Announce,
     AnnounceEnded,
@@ -28,6 +28,7 @@ from kvlease.connector.lender_effects import (
     Unpin,
     WriteSeal,
 )
+from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, RankTable
 from kvlease.registry.values import (
     DIGEST_BYTES,
     ConversationId,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvlease.connector.lender import LeaseHolder, LenderTerms, Loan, RankTable
+from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import AnnounceEnded, Effect, WriteSeal
+from kvlease.connector.loan import LenderTerms, Loan, RankTable
 from kvlease.registry.values import (
     DIGEST_BYTES,
     ConversationId,

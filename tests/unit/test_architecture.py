@@ -37,7 +37,7 @@ CORES: Final = (
             "values",
         )
     ),
-    *("kvlease.connector." + name for name in ("borrower*", "digests", "lender*", "prover", "quarantine")),
+    *("kvlease.connector." + name for name in ("borrower*", "digests", "lender*", "loan", "prover", "quarantine")),
     *("kvlease.connector." + name for name in ("record", "request_params", "seal")),
     *("kvlease.router." + name for name in ("answer", "body", "conversations", "errors", "routes", "sse")),
 )

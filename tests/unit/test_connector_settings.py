@@ -35,6 +35,7 @@ def test_the_registry_is_all_that_must_be_said() -> None:
         ("registry", "host:99999"),
         ("lease_ttl_ms", -1),
         ("lease_ttl_ms", "soon"),
+        ("max_lifetime_ms", -1),
         ("on_deadline", "never"),
         ("lease_share", 0),
         ("lease_share", 1.5),
@@ -49,6 +50,12 @@ def test_the_registry_is_all_that_must_be_said() -> None:
 def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(SettingsInvalid, match=rf"\b{name}: "):
         settings(**{name: value})
+
+
+def test_a_longest_lifetime_below_the_ttl_is_refused() -> None:
+    with pytest.raises(SettingsInvalid, match="max_lifetime_ms must be 0, or no less than lease_ttl_ms, 480000"):
+        settings(max_lifetime_ms=479_999)
+    assert settings(max_lifetime_ms=480_000).max_lifetime_ms == 480_000
 
 
 def test_the_environment_fills_what_the_engine_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:

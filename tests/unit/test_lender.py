@@ -7,8 +7,9 @@ file; against a model pool the holder is driven by `tests/stateful/test_lender_m
 from __future__ import annotations
 
 import pytest
-from kvlease.connector.lender import LAPSES_PER_TICK, Loan, LoanRefused
+from kvlease.connector.lender import LAPSES_PER_TICK
 from kvlease.connector.lender_effects import Announce, AnnounceLapsed, BreakSeal, Free, Pin, Unpin
+from kvlease.connector.loan import Loan, LoanRefused
 from kvlease.connector.record import decode, record_hash
 from kvlease.connector.seal import slot_offset
 from kvlease.registry.values import EndReason, LeaseId, LeaseState, OnDeadline, TenantId

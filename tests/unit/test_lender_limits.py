@@ -5,7 +5,7 @@ What goes first under pressure is part of what users are promised, so the order 
 
 from __future__ import annotations
 
-from kvlease.connector.lender_effects import AnnounceLapsed, AnnounceRenewed, RefuseRenewal
+from kvlease.connector.lender_effects import Announce, AnnounceLapsed, AnnounceRenewed, RefuseRenewal
 from kvlease.registry.values import EndReason, LeaseId, LeaseState, RenewStatus
 
 from tests.unit.lender_story import TTL_MS, ends, holder, kinds, loan
@@ -60,6 +60,48 @@ def test_a_renewal_that_cannot_be_is_refused_with_its_reason_and_changes_nothing
     fixed.lend(loan("a"), 100)
     assert fixed.renew(lease, 0, 200) == [RefuseRenewal(lease_id=lease, status=RenewStatus.DISABLED)]
     assert fixed.next_deadline_ms() == 1_100
+
+
+def test_a_renewal_past_the_longest_lifetime_moves_the_deadline_to_it_and_is_refused() -> None:
+    lender, lease = holder(max_lifetime_ms=2_500), LeaseId("a")
+    lender.lend(loan("a"), 100)
+    assert kinds(lender.renew(lease, 1_000, 1_000)) == ["AnnounceRenewed"], "2 000 is within the lifetime"
+    refusal, renewed = lender.renew(lease, 1_000, 1_900)
+    assert refusal == RefuseRenewal(lease_id=lease, status=RenewStatus.AT_LIMIT)
+    assert isinstance(renewed, AnnounceRenewed)
+    assert renewed.deadline_ms == lender.next_deadline_ms() == 2_600
+    assert lender.renew(lease, 0, 2_000) == [refusal], "there is nothing left to give"
+    assert lender.renew(lease, 600, 2_000) != [refusal], "just up to the limit is no more than was promised"
+    lender.check()
+    assert kinds(lender.tick(2_600)) == ["Unpin", "AnnounceLapsed"]
+    assert lender.renew(lease, 1, 2_600) == [refusal], "it is over and is not pinned again"
+    assert (lender.live_blocks, lender.count(LeaseState.LAPSED)) == (0, 1)
+    lender.check()
+
+
+def test_a_lapsed_lease_is_pinned_again_up_to_its_longest_lifetime_only() -> None:
+    lender, lease = holder(max_lifetime_ms=1_500), LeaseId("a")
+    refusal = RefuseRenewal(lease_id=lease, status=RenewStatus.AT_LIMIT)
+    lender.lend(loan("a"), 100)
+    lender.tick(1_100)
+    assert lender.renew(lease, 0, 1_600) == [refusal]
+    assert (lender.live_blocks, lender.next_deadline_ms()) == (0, None), "not pinned with a deadline that has passed"
+    assert kinds(lender.renew(lease, 0, 1_599)) == ["RefuseRenewal", "Pin", "AnnounceRenewed"]
+    assert (lender.live_blocks, lender.next_deadline_ms()) == (4, 1_600)
+    lender.lapse_all()
+    assert kinds(lender.renew(lease, 0, 1_599)) == ["RefuseRenewal", "Pin", "AnnounceRenewed"], "its time is not over"
+    lender.check()
+
+
+def test_a_ttl_longer_than_the_longest_lifetime_is_cut_to_it() -> None:
+    lender = holder(max_lifetime_ms=700)
+    effects = lender.lend(loan("a", ttl_ms=701), 100)
+    announced = effects[-1]
+    assert isinstance(announced, Announce)
+    assert announced.publication.deadline_ms == lender.next_deadline_ms() == 800
+    unlimited = holder(max_lifetime_ms=0)
+    unlimited.lend(loan("a", ttl_ms=10**9), 100)
+    assert unlimited.next_deadline_ms() == 100 + 10**9
 
 
 def test_one_renewed_lease_and_the_others_end_at_their_own_time() -> None:

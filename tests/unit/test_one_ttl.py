@@ -24,7 +24,8 @@ def times(settings: type[BaseSettings]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "own"), [(RegistrySettings, TOLD), (RouterSettings, set()), (ConnectorSettings, {"lease_ttl_ms"})]
+    ("settings", "own"),
+    [(RegistrySettings, TOLD), (RouterSettings, set()), (ConnectorSettings, {"lease_ttl_ms", "max_lifetime_ms"})],
 )
 def test_no_part_sets_what_is_anothers(settings: type[BaseSettings], own: set[str]) -> None:
     assert times(settings) == own

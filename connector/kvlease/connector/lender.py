@@ -30,14 +30,13 @@ from kvlease.connector.lender_effects import (
     Unpin,
     WriteSeal,
 )
+from kvlease.connector.loan import LenderTerms, Loan, LoanRefused
 from kvlease.connector.record import RecordContent, encode, record_hash
 from kvlease.connector.seal import SealRef, next_value, slot_offset
 from kvlease.registry.values import (
     DIGEST_BYTES,
     ConversationId,
     EndReason,
-    EngineId,
-    Incarnation,
     LeaseId,
     LeaseState,
     OnDeadline,
@@ -49,58 +48,8 @@ from kvlease.registry.values import (
 LAPSES_PER_TICK: Final = 8
 """Deadlines handled in one tick: a mass expiry is spread over steps instead of stalling one."""
 
-
 _STALE_DEADLINES: Final = 64
 """Entries of the heap that may be stale beyond one for each lease before it is rebuilt."""
-
-
-class LoanRefused(ValueError):
-    """This loan cannot be made; nothing was changed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTable:
-    """Where one rank's seal table begins, in that rank's address space."""
-
-    pp_rank: int
-    tp_rank: int
-    address: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LenderTerms:
-    """What does not change during an incarnation."""
-
-    engine_id: EngineId
-    incarnation: Incarnation
-    fingerprint_hash: bytes
-    block_tokens: int
-    stride_tokens: int
-    block_bytes: int
-    """KV bytes of one block, all ranks together; 0 if unknown."""
-    tables: tuple[RankTable, ...]
-    slots: int
-    """Leases at most: one slot of the seal table each."""
-    max_blocks: int
-    """Blocks that live leases may hold, counted once per lease."""
-    ttl_ms: int = 480_000
-    on_deadline: OnDeadline = OnDeadline.LAPSE
-    renewable: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loan:
-    """A finished turn to lend: whole strides of it, and the blocks they lie in."""
-
-    lease_id: LeaseId
-    tenant: TenantId
-    conversation: ConversationId | None
-    digests: bytes
-    block_ids: tuple[tuple[int, ...], ...]
-    engine_params: bytes
-    traceparent: str = ""
-    ttl_ms: int | None = None
-    on_deadline: OnDeadline | None = None
 
 
 @dataclass(slots=True)
@@ -110,6 +59,8 @@ class _Held:
     slot: int
     state: LeaseState
     deadline_ms: int
+    limit_ms: int | None
+    """No renewal moves the deadline past it; None: no limit."""
 
 
 class LeaseHolder:
@@ -207,7 +158,8 @@ class LeaseHolder:
             ),
             loan.digests,
         )
-        deadline_ms = now_ms + (terms.ttl_ms if loan.ttl_ms is None else loan.ttl_ms)
+        limit_ms = now_ms + terms.max_lifetime_ms if terms.max_lifetime_ms else None
+        deadline_ms = _capped(now_ms + (terms.ttl_ms if loan.ttl_ms is None else loan.ttl_ms), limit_ms)
         publication = Publication(
             lease_id=loan.lease_id,
             tenant=loan.tenant,
@@ -221,7 +173,7 @@ class LeaseHolder:
             record=record,
             traceparent=loan.traceparent,
         )
-        self._held[loan.lease_id] = _Held(publication, blocks, slot, LeaseState.LIVE, deadline_ms)
+        self._held[loan.lease_id] = _Held(publication, blocks, slot, LeaseState.LIVE, deadline_ms, limit_ms)
         self._live_blocks += len(blocks)
         self._schedule(deadline_ms, loan.lease_id)
         if loan.conversation is not None:
@@ -233,13 +185,23 @@ class LeaseHolder:
         return effects
 
     def renew(self, lease_id: LeaseId, ttl_ms: int, now_ms: int) -> list[Effect]:
-        """Moves a deadline ahead to at least `now_ms + ttl_ms` (0: the lender's ttl); a lapsed lease is live again."""
+        """Moves a deadline ahead to at least `now_ms + ttl_ms` (0: the lender's ttl); a lapsed lease is live again.
+
+        A renewal past the lease's longest lifetime is refused as AT_LIMIT. If that limit is still ahead, the deadline
+        moves up to it, told after the refusal: whoever asked knows that asking again will not help.
+        """
         held = self._held.get(lease_id)
         if held is None:
             return [RefuseRenewal(lease_id=lease_id, status=RenewStatus.ENDED)]
         if not self._terms.renewable:
             return [RefuseRenewal(lease_id=lease_id, status=RenewStatus.DISABLED)]
+        wanted_ms = now_ms + (ttl_ms or self._terms.ttl_ms)
+        deadline_ms = max(held.deadline_ms, _capped(wanted_ms, held.limit_ms))
         effects: list[Effect] = []
+        if deadline_ms < wanted_ms:
+            effects.append(RefuseRenewal(lease_id=lease_id, status=RenewStatus.AT_LIMIT))
+            if deadline_ms <= now_ms or (deadline_ms == held.deadline_ms and held.state is LeaseState.LIVE):
+                return effects
         if held.state is LeaseState.LAPSED:
             if self._live_blocks + len(held.blocks) > self._terms.max_blocks:
                 return [RefuseRenewal(lease_id=lease_id, status=RenewStatus.PRESSURE)]
@@ -247,9 +209,9 @@ class LeaseHolder:
             del self._lapsed[lease_id]
             held.state = LeaseState.LIVE
             self._live_blocks += len(held.blocks)
-        held.deadline_ms = max(held.deadline_ms, now_ms + (ttl_ms or self._terms.ttl_ms))
-        self._schedule(held.deadline_ms, lease_id)
-        effects.append(AnnounceRenewed(lease_id=lease_id, deadline_ms=held.deadline_ms, publication=held.publication))
+        held.deadline_ms = deadline_ms
+        self._schedule(deadline_ms, lease_id)
+        effects.append(AnnounceRenewed(lease_id=lease_id, deadline_ms=deadline_ms, publication=held.publication))
         return effects
 
     def end(self, lease_id: LeaseId, reason: EndReason) -> list[Effect]:
@@ -393,6 +355,11 @@ class LeaseHolder:
         for lease_id, held in self._held.items():
             if held.state is LeaseState.LAPSED:
                 assert all(lease_id in self._watched.get(block, ()) for block in held.blocks)
+        assert all(h.limit_ms is None or h.deadline_ms <= h.limit_ms for h in self._held.values())
         due = {(h.deadline_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE}
         assert due.issubset(self._deadlines), "a live lease has no deadline entry"
         assert len(self._deadlines) <= 2 * self._terms.slots + _STALE_DEADLINES + 1, "stale deadlines pile up"
+
+
+def _capped(deadline_ms: int, limit_ms: int | None) -> int:
+    return deadline_ms if limit_ms is None else min(deadline_ms, limit_ms)

@@ -55,6 +55,7 @@ class ConnectorSettings(BaseSettings):
     lend: bool | None = Field(None, description="keep the KV of finished turns; default: if the engine decodes")
     borrow: bool | None = Field(None, description="read leases instead of computing; default: if the engine prefills")
     lease_ttl_ms: int = Field(480_000, ge=0, le=86_400_000, description="how far ahead a publish puts the deadline")
+    max_lifetime_ms: int = Field(0, ge=0, le=86_400_000, description="no renewal keeps a lease longer; 0: no limit")
     on_deadline: OnDeadline = Field(OnDeadline.LAPSE, description="lapse: readable until reused; end: plain fixed ttl")
     renewable: bool = Field(False, description="whether others may ask to move deadlines ahead")
     max_leases: int = Field(4_096, ge=1, le=65_536, description="slots of the seal table")
@@ -71,6 +72,13 @@ class ConnectorSettings(BaseSettings):
     metrics: OptionalEndpoint = Field("", description="HOST:PORT of a Prometheus endpoint; empty: none")
     otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces; empty: as OTEL_* variables say")
     allow_untested_engine: bool = Field(False, description="try vLLM versions that this release was not tested with")
+
+    @model_validator(mode="after")
+    def _ttl_within_lifetime(self) -> Self:
+        """A ttl that is silently cut would make `lease_ttl_ms`, which others go by, a lie."""
+        if 0 < self.max_lifetime_ms < self.lease_ttl_ms:
+            raise ValueError(f"max_lifetime_ms must be 0, or no less than lease_ttl_ms, {self.lease_ttl_ms}")
+        return self
 
     @model_validator(mode="after")
     def _usable_credentials(self) -> Self:

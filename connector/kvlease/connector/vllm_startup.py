@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvlease.connector import digests, engine_facts
 from kvlease.connector.borrower import BorrowTerms
-from kvlease.connector.lender import LenderTerms, RankTable
 from kvlease.connector.lending import Pool
+from kvlease.connector.loan import LenderTerms, RankTable
 from kvlease.connector.seal_table import SealTable
 from kvlease.connector.settings import ConnectorSettings
 from kvlease.registry.values import Engine, EngineId, Fingerprint, Incarnation
@@ -87,6 +87,7 @@ def lender_terms(
         slots=min(table.slots for table in tables.values()),
         max_blocks=max(1, int(identity.pool.num_gpu_blocks * settings.lease_share)),
         ttl_ms=settings.lease_ttl_ms,
+        max_lifetime_ms=settings.max_lifetime_ms,
         on_deadline=settings.on_deadline,
         renewable=settings.renewable,
     )

@@ -1,0 +1,62 @@
+"""What a lender is asked to lend, and the terms on which it does.
+
+Values only: what becomes of them is decided in `lender.py`. Durations are milliseconds of the lender's clock.
+Invariant: terms hold for an incarnation; nothing of them changes while a lease is out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlease.registry.values import ConversationId, EngineId, Incarnation, LeaseId, OnDeadline, TenantId
+
+
+class LoanRefused(ValueError):
+    """This loan cannot be made; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTable:
+    """Where one rank's seal table begins, in that rank's address space."""
+
+    pp_rank: int
+    tp_rank: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LenderTerms:
+    """What does not change during an incarnation."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    fingerprint_hash: bytes
+    block_tokens: int
+    stride_tokens: int
+    block_bytes: int
+    """KV bytes of one block, all ranks together; 0 if unknown."""
+    tables: tuple[RankTable, ...]
+    slots: int
+    """Leases at most: one slot of the seal table each."""
+    max_blocks: int
+    """Blocks that live leases may hold, counted once per lease."""
+    ttl_ms: int = 480_000
+    max_lifetime_ms: int = 0
+    """From a lease's publish to its last possible deadline, whatever is asked; 0: as long as somebody renews it."""
+    on_deadline: OnDeadline = OnDeadline.LAPSE
+    renewable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loan:
+    """A finished turn to lend: whole strides of it, and the blocks they lie in."""
+
+    lease_id: LeaseId
+    tenant: TenantId
+    conversation: ConversationId | None
+    digests: bytes
+    block_ids: tuple[tuple[int, ...], ...]
+    engine_params: bytes
+    traceparent: str = ""
+    ttl_ms: int | None = None
+    on_deadline: OnDeadline | None = None

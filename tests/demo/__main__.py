@@ -8,6 +8,7 @@ Everything that was started is stopped in each case.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 import sys
@@ -187,6 +188,7 @@ async def _until_stopped(console: Console) -> int:
 
 def main() -> int:
     """Exit status as above."""
+    argparse.ArgumentParser(prog="python -m tests.demo", description=__doc__).parse_args()
     console = Console()
     try:
         return asyncio.run(_until_stopped(console))

@@ -163,7 +163,8 @@ async def test_an_end_is_seen_by_a_watch() -> None:
         (event,) = watched.lines
         assert (event["revision"], event["type"], event["lease_id"]) == (revision + 1, "ended", "a")
         assert event["end_reason"] == "released"
-        assert (again.status, again.out) == (0, "0 leases ended\n")
+        assert again.status == 0
+        assert again.out.startswith("0 leases ended: none matched")
 
 
 async def test_a_drain_ends_what_an_engine_lends() -> None:

@@ -60,7 +60,8 @@ class Output:
         if self._as_json:
             _line({"ended": count})
         else:
-            sys.stdout.write(f"{count} leases ended\n")
+            hint = "" if count else ": none matched, or all had ended; see kvlease leases for whole ids"
+            sys.stdout.write(f"{count} leases ended{hint}\n")
 
     def findings(self, findings: Sequence[Finding]) -> None:
         for finding in findings:

@@ -101,7 +101,10 @@ class RegistryServer:
             try:
                 endpoint = serve_metrics(self.metrics, host=host, port=port)
             except OSError as error:
-                raise StartError(f"--metrics-listen {settings.metrics_listen}: {error.strerror or error}") from error
+                raise StartError(
+                    f"--metrics-listen {settings.metrics_listen}: {error.strerror or error}. "
+                    "Is another registry running here? Give another port, or none"
+                ) from error
             self.metrics_port = endpoint.port
             stack.push_async_callback(asyncio.to_thread, endpoint.close)
         access = Access(settings, self._clock)

@@ -155,11 +155,18 @@ async def holding(
     max_lifetime_ms: int = 0,
     on_deadline: OnDeadline = OnDeadline.LAPSE,
 ) -> AsyncIterator[HoldingLender]:
-    """A lender whose session runs as long as the block. A session that ends by itself fails the block."""
+    """A lender whose session runs as long as the block. One that failed by itself is the block's error.
+
+    Not a task group: fifty of these around one another would wrap a failed assertion fifty times.
+    """
     lender = HoldingLender(
         client, engine_id, clock, ttl_ms=ttl_ms, max_lifetime_ms=max_lifetime_ms, on_deadline=on_deadline
     )
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(lender.session.run(), name=f"lender {engine_id}")
+    running = asyncio.create_task(lender.session.run(), name=f"lender {engine_id}")
+    try:
         yield lender
+    finally:
         running.cancel()
+        (outcome,) = await asyncio.gather(running, return_exceptions=True)
+        if isinstance(outcome, Exception):
+            raise outcome

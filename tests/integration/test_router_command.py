@@ -17,8 +17,9 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from kvlease.registry.flags import SettingsError, split_address
 from kvlease.router.routes import Role, Target
-from kvlease.router.settings import SettingsError, load, split_address
+from kvlease.router.settings import load
 
 from tests.integration.router_peers import LIMIT_S, Call, Engine
 

@@ -11,6 +11,7 @@ import pytest
 from kvlease.connector.settings import ConnectorSettings, SettingsInvalid
 from kvlease.registry import settings as registry_settings
 from kvlease.registry.client_credentials import Credentials, CredentialsInvalid, is_loopback
+from kvlease.registry.flags import SettingsError
 from kvlease.router import settings as router_settings
 
 OPEN = ["--listen", "0.0.0.0:7411"]
@@ -51,7 +52,7 @@ def test_a_registry_that_may_start(argv: list[str]) -> None:
     ],
 )
 def test_a_registry_that_may_not_says_what_to_change(argv: list[str], flag: str, words: str) -> None:
-    with pytest.raises(registry_settings.SettingsError) as refused:
+    with pytest.raises(SettingsError) as refused:
         registry_settings.load(argv)
     assert str(refused.value).startswith(f"{flag} (")
     assert words in str(refused.value)
@@ -103,5 +104,5 @@ def test_a_router_does_not_start_with_credentials_it_cannot_use(tmp_path: Path) 
         (["--tls-ca", str(tmp_path / "none")], "No such file"),
         (["--tls-cert", "c"], "give both or neither"),
     ):
-        with pytest.raises(router_settings.SettingsError, match=words):
+        with pytest.raises(SettingsError, match=words):
             router_settings.load([*ENGINES, *argv])

@@ -13,9 +13,10 @@ import sys
 import uvloop
 from kvlease.cli import exits
 from kvlease.cli.logs import configure_logging
+from kvlease.registry.flags import SettingsError
 from kvlease.registry.heap import freeze_survivors
 from kvlease.registry.server import RegistryServer, StartError
-from kvlease.registry.settings import RegistrySettings, SettingsError, load
+from kvlease.registry.settings import RegistrySettings, load
 
 _log = logging.getLogger(__name__)
 

@@ -22,13 +22,14 @@ from kvlease.registry.access import Access
 from kvlease.registry.calls import CallInterceptor
 from kvlease.registry.client_channel import SERVER_OPTIONS
 from kvlease.registry.clock import Clock, SystemClock
+from kvlease.registry.flags import split_address
 from kvlease.registry.instruments import CallMetrics, CountingService, CountingStore, LeaseGauges
 from kvlease.registry.load_probe import feel_load
 from kvlease.registry.overload import Overload
 from kvlease.registry.secret_files import FileUnusable
 from kvlease.registry.service import RegistryService
 from kvlease.registry.servicer import SERVICE, RegistryServicer, add_to_server
-from kvlease.registry.settings import NO_METRICS, RegistrySettings, split_address
+from kvlease.registry.settings import NO_METRICS, RegistrySettings
 from kvlease.registry.shell import RegistryShell
 from kvlease.registry.store import MemoryStore, Store
 from kvlease.registry.table import LeaseTable

@@ -10,10 +10,10 @@ from typing import Annotated, Final, Literal, Self
 
 from kvlease.registry import flags
 from kvlease.registry.client_credentials import is_loopback
-from kvlease.registry.flags import Shown
+from kvlease.registry.flags import Shown, split_address
 from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import is_id
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 NO_METRICS: Final = "none"
@@ -28,10 +28,6 @@ Address = Annotated[str, Shown("HOST:PORT")]
 File = Annotated[str, Shown("FILE")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
-
-
-class SettingsError(ValueError):
-    """A setting has a wrong value; one line per setting, each naming its flag and its variable."""
 
 
 class RegistrySettings(BaseSettings):
@@ -179,28 +175,4 @@ def load(argv: list[str] | None = None) -> RegistrySettings:
 
     Raises SettingsError, and SystemExit from argparse for an unknown flag or --help.
     """
-    try:
-        return flags.parse(RegistrySettings, argv if argv is not None else [])
-    except ValidationError as error:
-        raise SettingsError("\n".join(_lines(error))) from error
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT or [HOST]:PORT. Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
-        raise ValueError(f"must be HOST:PORT, not {text!r}")
-    return host, int(port)
-
-
-def _lines(error: ValidationError) -> list[str]:
-    lines = []
-    for fault in error.errors(include_url=False, include_context=False):
-        message = fault["msg"].removeprefix("Value error, ")
-        name = str(fault["loc"][0]).replace("_", "-") if fault["loc"] else ""
-        if not name:  # from the check of the whole, which names its setting itself
-            name, _, message = message.partition(": ")
-        variable = "KVLEASE_REGISTRY_" + name.upper().replace("-", "_")
-        lines.append(f"--{name} ({variable}): {message}")
-    return lines
+    return flags.load(RegistrySettings, argv)

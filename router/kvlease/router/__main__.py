@@ -12,9 +12,10 @@ import sys
 from typing import Final
 
 import uvloop
+from kvlease.registry.flags import SettingsError
 from kvlease.registry.telemetry import configure_tracing
 from kvlease.router.server import RouterServer, StartError
-from kvlease.router.settings import RouterSettings, SettingsError, load
+from kvlease.router.settings import RouterSettings, load
 
 EXIT_FAILED: Final = 1
 EXIT_SETTINGS: Final = 2

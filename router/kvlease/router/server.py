@@ -19,6 +19,7 @@ from aiohttp import web
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.client_channel import ClientLimits
 from kvlease.registry.clock import Clock, SystemClock
+from kvlease.registry.flags import split_address
 from kvlease.registry.lease_copy import LeaseCopy
 from kvlease.registry.lease_copy_feed import LIST_PAGE, LeaseCopyFeed
 from kvlease.registry.values import LeaseFilter
@@ -29,7 +30,7 @@ from kvlease.router.leases import Leases
 from kvlease.router.legs import Legs
 from kvlease.router.metrics import RouterMetrics
 from kvlease.router.routes import Routes
-from kvlease.router.settings import RouterSettings, split_address
+from kvlease.router.settings import RouterSettings
 from kvlease.router.turns import Turns
 from kvlease.router.upstream import Upstream
 from opentelemetry.trace import NoOpTracerProvider, Tracer

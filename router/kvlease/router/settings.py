@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 from kvlease.registry import flags
 from kvlease.registry.client_credentials import Credentials, CredentialsInvalid
-from kvlease.registry.flags import Shown
+from kvlease.registry.flags import Shown, split_address
 from kvlease.registry.lease_copy import MAX_COPIED_LEASES
 from kvlease.registry.values import DEFAULT_TENANT, EngineId, TenantId, is_id
 from kvlease.router.routes import Role, Target, base_url
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 NO_REGISTRY: Final = "none"
@@ -32,10 +32,6 @@ Address = Annotated[str, Shown("HOST:PORT")]
 File = Annotated[str, Shown("FILE")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Engines = Annotated[tuple[str, ...], NoDecode, Shown("URL")]
-
-
-class SettingsError(ValueError):
-    """A setting has a wrong value; one line per setting, each naming its flag."""
 
 
 class RouterSettings(BaseSettings):
@@ -171,19 +167,7 @@ def load(argv: list[str] | None = None) -> RouterSettings:
 
     Raises SettingsError, and SystemExit from argparse for an unknown flag or --help.
     """
-    try:
-        return flags.parse(RouterSettings, argv if argv is not None else [])
-    except ValidationError as error:
-        raise SettingsError("\n".join(_lines(error))) from error
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT or [HOST]:PORT. Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
-        raise ValueError(f"must be HOST:PORT, not {text!r}")
-    return host, int(port)
+    return flags.load(RouterSettings, argv)
 
 
 def _target(role: Role, text: str) -> Target:
@@ -199,15 +183,3 @@ def _target(role: Role, text: str) -> Target:
     if engine_id is not None and not is_id(engine_id):
         raise ValueError(f"{role}: {engine_id!r} is not an engine id")
     return Target(role=role, url=base_url(url), engine_id=EngineId(engine_id) if engine_id is not None else None)
-
-
-def _lines(error: ValidationError) -> list[str]:
-    lines = []
-    for fault in error.errors(include_url=False, include_context=False):
-        message = fault["msg"].removeprefix("Value error, ")
-        name = str(fault["loc"][0]).replace("_", "-") if fault["loc"] else ""
-        if not name:  # from the check of the whole, which names its setting itself
-            name, _, message = message.partition(": ")
-        variable = "KVLEASE_ROUTER_" + name.upper().replace("-", "_")
-        lines.append(f"--{name} ({variable}): {message}")
-    return lines

@@ -152,13 +152,8 @@ def ratio(section: str, name: str, outcomes: Outcomes, series: Series, against: 
 
 
 def _ratios(section: str, name: str, outcomes: Outcomes, series: Series, budget: Budget | None) -> list[Figure]:
-    """The budget holds against the message echo: what any gRPC server with these messages pays. The other informs."""
-    judged = Role.MESSAGES if Role.MESSAGES in outcomes else Role.ECHO
-    return [
-        ratio(section, name, outcomes, series, role, budget if role is judged else None)
-        for role in outcomes
-        if role is not Role.REGISTRY
-    ]
+    """The budget holds against either echo."""
+    return [ratio(section, name, outcomes, series, role, budget) for role in outcomes if role is not Role.REGISTRY]
 
 
 def _others(outcomes: Outcomes, series: Series, unit: str) -> str:

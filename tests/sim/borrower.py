@@ -7,7 +7,7 @@ Invariant: a block is given back, and quarantined first if a READ into it is lat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -19,6 +19,7 @@ from kvlease.connector.seal import Proof
 from kvlease.registry.values import ConversationId, Hit, LeaseId, Miss, TenantId
 
 from tests.sim.breaks import Straight
+from tests.sim.endpoint import Endpoint
 from tests.sim.fabric import BlockRead, Fabric, ReadState, SlotRead
 from tests.sim.judge import Fault, Judge
 from tests.sim.lender import FINGERPRINTS, LenderParty
@@ -81,7 +82,7 @@ class BorrowerParty(Party):
         name: str,
         plan: Plan,
         fabric: Fabric,
-        registry: RegistryParty,
+        registries: Sequence[RegistryParty],
         lenders: dict[str, LenderParty],
         tokens: Tokens,
         judge: Judge,
@@ -91,7 +92,8 @@ class BorrowerParty(Party):
     ) -> None:
         super().__init__(name, clock_offset_ms=clock_offset_ms)
         self.world: Final = fabric.network.world
-        self._plan, self._fabric, self._registry, self._lenders = plan, fabric, registry, lenders
+        self._plan, self._fabric, self._lenders = plan, fabric, lenders
+        self.endpoint: Final = Endpoint(registries, first=plan.first_registry)
         self._tokens, self._judge, self._makings = tokens, judge, makings
         self.preempt = plan.preempt
         self.boot()
@@ -147,7 +149,7 @@ class BorrowerParty(Party):
         self._turns[turn.request_id] = turn
         query = self.core.begin(turn.ask, self._now_ms())
         if query is not None:
-            registry, network = self._registry, self._fabric.network
+            registry, network = self.endpoint.registry(), self._fabric.network
             reply = lambda found: network.datagram(self, lambda: self._answered(turn, found))  # noqa: E731
             network.datagram(registry, lambda: registry.resolve(query, reply))
         self._step_soon()

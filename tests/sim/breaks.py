@@ -2,8 +2,8 @@
 
 `Straight` is how the parties are made for an honest run; each double replaces one thing and leaves the cores alone.
 None of this exists in the product: no flag there switches a rule off.
-Each has a way to sharpen plans, towards where its rule matters. Invariant: under sharpened plans the judge finds a
-violation with the double within a modest number of seeds, and none without it.
+Each has a way to sharpen plans, towards where its rule matters, and names what gives it away. Invariant: under
+sharpened plans the judge finds a violation with the double within a modest number of seeds, and none without it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from kvlease.connector.loan import LenderTerms, Loan
 from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.record import RecordContent
 from kvlease.connector.seal import VALUE_BYTES, Proof, pack_value
-from kvlease.registry.values import DIGEST_BYTES, EndReason, Hit, LeaseId, Miss, OnDeadline
+from kvlease.registry.lender_mirror import LenderMirror
+from kvlease.registry.values import DIGEST_BYTES, EndReason, Hit, LeaseId, Miss, OnDeadline, Publication
 
 from tests.sim.fabric import Fabric, SlotRead
+from tests.sim.judge import Fault
 from tests.sim.plan import Plan
 from tests.sim.pool import OnReuse
 from tests.sim.tokens import BLOCK_TOKENS
@@ -29,11 +31,16 @@ from tests.sim.tokens import BLOCK_TOKENS
 if TYPE_CHECKING:
     from tests.sim.lender import LenderParty
 
+IN_BYTES: Final = frozenset({Fault.WRONG_BYTES, Fault.OVERWRITTEN})
+"""Somebody used what was not right."""
+
 
 class Straight:
     """Everything by the contract."""
 
     name = ""
+    shows: frozenset[Fault] = IN_BYTES
+    """One of these faults gives the broken rule away."""
 
     def sharpen(self, plan: Plan) -> Plan:
         """The plan with more of what this double is about."""
@@ -43,6 +50,9 @@ class Straight:
 
     def holder(self, terms: LenderTerms, first_value: int) -> LeaseHolder:
         return LeaseHolder(terms, first_value=first_value)
+
+    def mirror(self) -> LenderMirror:
+        return LenderMirror()
 
     def break_seal(self, lender: LenderParty, slot: int) -> None:
         lender.memory.break_seal(slot)
@@ -220,6 +230,38 @@ class CallbackPerLease(Straight):
         return reused
 
 
+class LifetimeIgnored(Straight):
+    """Renewals keep a lease as long as somebody asks."""
+
+    name = "lifetime_ignored"
+    shows = frozenset({Fault.OUTLIVED})
+
+    def sharpen(self, plan: Plan) -> Plan:
+        return replace(plan, max_lifetime_ms=80, ttl_ms=60, renewable=True, renew=0.5)
+
+    def holder(self, terms: LenderTerms, first_value: int) -> LeaseHolder:
+        return LeaseHolder(replace(terms, max_lifetime_ms=0), first_value=first_value)
+
+
+class NothingPresented(Straight):
+    """A lender that comes to a registry says nothing of the leases it holds already."""
+
+    name = "nothing_presented"
+    shows = frozenset({Fault.STUCK})
+
+    def sharpen(self, plan: Plan) -> Plan:
+        return replace(plan, registries=2, on_deadline=OnDeadline.LAPSE)
+
+    def mirror(self) -> LenderMirror:
+        return _Silent()
+
+
+class _Silent(LenderMirror):
+    def present(self) -> tuple[Publication, ...]:
+        super().present()
+        return ()
+
+
 BREAKS: Final[dict[str, Callable[[], Straight]]] = {
     double.name: double
     for double in (
@@ -232,5 +274,7 @@ BREAKS: Final[dict[str, Callable[[], Straight]]] = {
         MappedFromTail,
         NoQuarantine,
         CallbackPerLease,
+        LifetimeIgnored,
+        NothingPresented,
     )
 }

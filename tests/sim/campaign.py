@@ -18,7 +18,7 @@ from tests.sim.simulation import Outcome, run_seed
 
 ENOUGH_SEEDS: Final = 200
 """From here on, a run must have seen the faults bite."""
-MUST_HAPPEN: Final = ("used", "refused", "overlap")
+MUST_HAPPEN: Final = ("used", "refused", "overlap", "moved", "renewal_at_limit")
 _CHUNK: Final = 50
 
 

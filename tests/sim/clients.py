@@ -6,11 +6,13 @@ A client that is refused tries again. Invariant: each request submitted is answe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvlease.registry.values import ConversationId, EndOrder, EndReason, EndScope, LeaseId, TenantId
 
 from tests.sim.borrower import BorrowerParty, BorrowerTurn
+from tests.sim.endpoint import Endpoint
 from tests.sim.lender import LenderParty, LenderTurn
 from tests.sim.network import Network
 from tests.sim.plan import Plan
@@ -29,7 +31,7 @@ class Conversation(Party):
         number: int,
         plan: Plan,
         network: Network,
-        registry: RegistryParty,
+        registries: Sequence[RegistryParty],
         borrowers: list[BorrowerParty],
         lenders: list[LenderParty],
         tokens: Tokens,
@@ -44,7 +46,8 @@ class Conversation(Party):
         self.waiting: BorrowerTurn | LenderTurn | None = None
         self._waiting_at: BorrowerParty | LenderParty | None = None
         self._network, self._world = network, network.world
-        self._registry, self._borrowers, self._lenders, self._tokens = registry, borrowers, lenders, tokens
+        self.endpoint: Final = Endpoint(registries, first=plan.first_registry)
+        self._borrowers, self._lenders, self._tokens = borrowers, lenders, tokens
         self._lender = self._world.rng.choice(lenders)
         self._lease: LeaseId | None = None
         self._requests = 0
@@ -126,7 +129,7 @@ class Conversation(Party):
         self.waiting = None
         self.history = text[:64]
         self._lease = lease_id
-        registry, network, world = self._registry, self._network, self._world
+        registry, network, world = self.endpoint.registry(), self._network, self._world
         if lease_id is not None and world.chance(self.plan.renew):
             ttl_ms = world.between(0, 200)
             ask = lambda: registry.ask_renewal(self.tenant, lease_id, ttl_ms)  # noqa: E731

@@ -25,6 +25,7 @@ class Fault(StrEnum):
     HELD_BACK = "a request was held back too long"
     READ_TWICE = "a request read twice"
     UNFINISHED = "a request did not finish"
+    OUTLIVED = "a lease outlived its longest lifetime"
     LEAK = "blocks were not given back"
     STUCK = "the healed system does not work"
 
@@ -51,6 +52,10 @@ class Judge:
         self._found: Counter[Fault] = Counter()
         self._seals: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
         """By memory and block: address and bytes, as written, of each seal that speaks for the block."""
+
+    @property
+    def now_ms(self) -> int:
+        return self._world.now_ms
 
     def found(self, fault: Fault, what: str) -> None:
         self._found[fault] += 1

@@ -42,8 +42,10 @@ from kvlease.registry.values import (
 )
 
 from tests.sim.breaks import Straight
+from tests.sim.endpoint import Endpoint
 from tests.sim.fabric import Fabric
 from tests.sim.judge import Fault, Judge
+from tests.sim.lifetimes import Lifetimes
 from tests.sim.memory import TABLE_ADDRESS, EngineMemory
 from tests.sim.plan import Plan
 from tests.sim.pool import BlockPool, NoBlocks
@@ -76,7 +78,7 @@ class LenderParty(Party):
         name: str,
         plan: Plan,
         fabric: Fabric,
-        registry: Registry,
+        registries: Sequence[Registry],
         tokens: Tokens,
         judge: Judge,
         makings: Straight,
@@ -85,7 +87,8 @@ class LenderParty(Party):
     ) -> None:
         super().__init__(name, clock_offset_ms=clock_offset_ms)
         self.world: Final = fabric.network.world
-        self._plan, self._fabric, self._registry = plan, fabric, registry
+        self._plan, self._fabric = plan, fabric
+        self.endpoint: Final = Endpoint(registries, first=plan.first_registry)
         self._tokens, self._judge, self._makings = tokens, judge, makings
         self._fingerprint = FINGERPRINTS[0]
         self.boot()
@@ -111,6 +114,7 @@ class LenderParty(Party):
             ttl_ms=plan.ttl_ms,
             on_deadline=plan.on_deadline,
             renewable=plan.renewable,
+            max_lifetime_ms=plan.max_lifetime_ms,
         )
         self.holder: LeaseHolder = self._makings.holder(terms, rng.getrandbits(63) + 1)
         self._sealings: dict[int, int] = {}
@@ -118,7 +122,9 @@ class LenderParty(Party):
         self._running: list[LenderTurn] = []
         self._tick_ms: int | None = None
         self._leases = 0
-        self.session = LenderSession(self._fabric.network, self, self, self._registry, plan.heartbeat_ms)
+        self.lifetimes = Lifetimes(self._judge, self, plan.max_lifetime_ms)
+        mirror = self._makings.mirror()
+        self.session = LenderSession(self._fabric.network, self, self, self.endpoint, mirror, plan.heartbeat_ms)
 
     def start(self) -> None:
         self._fabric.memories[self.name] = self.memory
@@ -280,17 +286,23 @@ class LenderParty(Party):
                 case BreakSeal(slot=slot):
                     self._makings.break_seal(self, slot)
                 case Announce(publication=publication):
+                    self.lifetimes.lent(publication.lease_id, publication.deadline_ms - self.clock_offset_ms)
                     mirror.publish(publication)
                 case AnnounceEnded(lease_id=lease_id, reason=reason):
                     counts[f"ended_{reason.value}"] += 1
+                    self.lifetimes.given_back(lease_id)
+                    self.lifetimes.forget(lease_id)
                     mirror.ended(lease_id, reason)
                 case AnnounceRenewed(lease_id=lease_id, deadline_ms=deadline_ms):
                     counts["renewed"] += 1
+                    self.lifetimes.renewed(lease_id, deadline_ms - self.clock_offset_ms)
                     mirror.renewed(lease_id, deadline_ms)
                 case RefuseRenewal(lease_id=lease_id, status=status):
+                    counts[f"renewal_{status.value}"] += 1
                     mirror.refuse_renewal(lease_id, status)
                 case AnnounceLapsed(lease_id=lease_id):
                     counts["lapsed"] += 1
+                    self.lifetimes.given_back(lease_id)
                     mirror.lapsed(lease_id)
         self.session.flush()
 

@@ -52,6 +52,13 @@ class Plan:
     ttl_ms: int
     on_deadline: OnDeadline
     renewable: bool
+    max_lifetime_ms: int
+    """No renewal keeps a lease's blocks longer; 0: no limit."""
+    registries: int
+    """Each with a memory of its own, and told nothing of the others."""
+    first_registry: int
+    rolls: int
+    """Times in the safety phase that all registries are restarted, one after the other."""
     conversations: int
     tenants: int
     turns: int
@@ -100,6 +107,10 @@ def draw(rng: random.Random) -> Plan:
         ttl_ms=rng.choice((0, 20, 60, 150, 400)),
         on_deadline=rng.choice((OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END)),
         renewable=rng.random() < 0.5,
+        max_lifetime_ms=rng.choice((0, 0, 80, 300)),
+        registries=rng.choice((1, 2, 2)),
+        first_registry=rng.choice((0, 1)),
+        rolls=0 if calm else rng.choice((0, 1, 2)),
         conversations=rng.choice((3, 4, 5)),
         tenants=rng.choice((1, 1, 2)),
         turns=7,

@@ -1,7 +1,8 @@
 """The lender's session with the registry: what is said on the line, and the lender's end of it.
 
 The product's mirror decides what is said; this is its shell, reduced to its rules: hello and snapshot first, numbered
-messages, heartbeats, connect again after a break. Invariant: what is told after a snapshot happened after it.
+messages, heartbeats, connect again after a break, to the same registry or to another.
+Invariant: what is told after a snapshot happened after it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final, Protocol
 from kvlease.registry.lender_mirror import Batch, LenderMirror
 from kvlease.registry.values import EndReason, Engine, LeaseId, Publication, PublishResult, PublishStatus, RenewStatus
 
+from tests.sim.endpoint import Endpoint
 from tests.sim.network import Line, Network
 from tests.sim.world import Party
 
@@ -85,16 +87,24 @@ class Lender(Protocol):
 class LenderSession:
     """One incarnation's session: connected, or waiting to connect again."""
 
-    def __init__(self, network: Network, party: Party, lender: Lender, registry: Registry, heartbeat_ms: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        party: Party,
+        lender: Lender,
+        endpoint: Endpoint[Registry],
+        mirror: LenderMirror,
+        heartbeat_ms: int,
+    ) -> None:
         self._network = network
         self._party = party
         self._lender = lender
-        self._registry = registry
+        self._endpoint = endpoint
         self._heartbeat_ms = heartbeat_ms
         self._line: SessionLine | None = None
         self._sent = 0
         self._closing = False
-        self.mirror: Final = LenderMirror()
+        self.mirror: Final = mirror
 
     @property
     def line(self) -> SessionLine | None:
@@ -120,21 +130,25 @@ class LenderSession:
             self._line.up((self._sent, said))
 
     def _connect(self) -> None:
-        if not self._registry.up:
+        registry = self._endpoint.registry()
+        if not registry.up:
             self._after(10, self._connect)
             return
-        line: SessionLine = Line(self._network, self._party, self._registry)
+        line: SessionLine = Line(self._network, self._party, registry)
         line.on_down = self._pushed
-        line.on_client_closed = lambda: self._lost(line)
-        self._registry.accept(line)
+        life = registry.life
+        line.on_client_closed = lambda: self._lost(line, restarted=registry.life != life)
+        registry.accept(line)
         self._line, self._sent = line, 0
         self._say(Hello(engine=self._lender.engine(), now_lender_ms=self._lender.lender_now_ms()))
         self._say(Snapshot(leases=self.mirror.present()))
 
-    def _lost(self, line: SessionLine) -> None:
+    def _lost(self, line: SessionLine, *, restarted: bool) -> None:
         if self._line is line:
             self._line = None
             self.mirror.disconnected()
+            if not restarted and self._network.world.chance(0.5):
+                self._endpoint.move()  # else the endpoint sees for itself
             if not self._closing:
                 self._after(self._network.world.between(5, 20), self._connect)
 

@@ -1,7 +1,8 @@
 """One seed from beginning to end: parties, faults, a safety phase, healing, a liveness phase, the verdict.
 
-The safety phase has every fault of the plan; then all is healed, what is under way must finish, every lease must lapse
-or end as configured, every block come back, and a clean borrow succeed. Invariant: (seed, break) decides everything.
+The safety phase has every fault of the plan; then all is healed and the registries are restarted in turn, what is under
+way must finish, every lease must lapse or end as configured, every block come back, and clean borrows succeed.
+Invariant: (seed, break) decides everything.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from tests.sim.world import World
 _ONE_STRETCH_MS: Final = 200
 _CLOCKS_MS: Final = 10**9
 """Everybody's clock starts somewhere else."""
+_DOWN_MS: Final = 60
+"""A party that crashed is back after so long at most."""
+_SESSIONS_BACK_MS: Final = 100
+_CLEAN: Final = TenantId("clean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,10 @@ class Outcome:
     steps: int
 
 
+Client = LenderParty | BorrowerParty | Conversation
+"""Who is with one registry at a time."""
+
+
 class Simulation:
     def __init__(self, seed: int, makings: Straight, sharpen: Callable[[Plan], Plan]) -> None:
         rng = random.Random(seed)
@@ -52,13 +61,16 @@ class Simulation:
         self.judge = Judge(self.world)
         self.tokens = tokens = Tokens()
         fabric = Fabric(self.network)
-        self.registry = RegistryParty("registry", self.network, self.plan, clock_offset_ms=rng.randrange(_CLOCKS_MS))
+        self.registries = [
+            RegistryParty(f"registry{n}", self.network, self.plan, clock_offset_ms=rng.randrange(_CLOCKS_MS))
+            for n in range(self.plan.registries)
+        ]
         self.lenders = [
             LenderParty(
                 f"lender{n}",
                 self.plan,
                 fabric,
-                self.registry,
+                self.registries,
                 tokens,
                 self.judge,
                 makings,
@@ -72,7 +84,7 @@ class Simulation:
                 f"borrower{n}",
                 self.plan,
                 fabric,
-                self.registry,
+                self.registries,
                 by_name,
                 tokens,
                 self.judge,
@@ -82,18 +94,20 @@ class Simulation:
             for n in range(self.plan.borrowers)
         ]
         self.chats = [
-            Conversation(n, self.plan, self.network, self.registry, self.borrowers, self.lenders, tokens)
+            Conversation(n, self.plan, self.network, self.registries, self.borrowers, self.lenders, tokens)
             for n in range(self.plan.conversations)
         ]
         self.traffic = [Traffic(n, self.plan, self.world, x, tokens) for n, x in enumerate(self.lenders)]
         self._parties: list[RegistryParty | LenderParty | BorrowerParty] = [
-            self.registry,
+            *self.registries,
             *self.lenders,
             *self.borrowers,
         ]
+        self._connected: list[Client] = [*self.lenders, *self.borrowers, *self.chats]
 
     def run(self) -> Outcome:
-        self.registry.start()
+        for registry in self.registries:
+            registry.start()
         for lender in self.lenders:
             lender.start()
         for chat in self.chats:
@@ -103,14 +117,12 @@ class Simulation:
         self._strike()
         self.world.run(self.plan.safety_ms)
         self._heal()
-        self._come_to_rest()
-        if not self.judge.violations:
-            self._agree()
-        if not self.judge.violations:
-            self._borrow_clean()
-        if not self.judge.violations:
-            self._drain()
-        self.judge.counts["lies"] += self.registry.lies
+        self._restart_in_turn()
+        for phase in (self._come_to_rest, self._agree, self._borrow_clean, self._renew_for_ever, self._drain):
+            if not self.judge.violations:
+                phase()
+        self.judge.counts["lies"] += sum(registry.lies for registry in self.registries)
+        self.judge.counts["moved"] += sum(client.endpoint.moves for client in self._connected)
         return Outcome(
             seed=self.seed,
             plan=self.plan,
@@ -130,7 +142,11 @@ class Simulation:
         for _ in range(faults.crashes):
             world.hardware(self._instant(), lambda: self._crash(world.rng.choice(self._parties)))
         for _ in range(faults.line_breaks):
-            world.hardware(self._instant(), lambda: self._break_line(world.rng.choice(self.lenders)))
+            world.hardware(self._instant(), lambda: self._break_line(world.rng.choice(self._connected)))
+        for _ in range(self.plan.rolls):
+            start_ms = self._instant()
+            for turn, registry in enumerate(self.registries):
+                world.hardware(start_ms + turn * _DOWN_MS, lambda registry=registry: self._crash(registry))  # type: ignore[misc]
 
     def _instant(self) -> int:
         return self.world.between(20, self.plan.safety_ms - 20)
@@ -143,7 +159,10 @@ class Simulation:
         party.life += 1
         for chat in self.chats:
             chat.crashed(party)
-        self.world.hardware(self.world.between(1, 60), lambda: self._restart(party))
+        for client in self._connected:
+            if not isinstance(client, LenderParty):
+                client.endpoint.registry()  # it misses its connection at once; a lender is told by its line
+        self.world.hardware(self.world.between(1, _DOWN_MS), lambda: self._restart(party))
 
     def _restart(self, party: RegistryParty | LenderParty | BorrowerParty) -> None:
         if isinstance(party, LenderParty) and self.world.chance(0.2):
@@ -154,9 +173,11 @@ class Simulation:
         if not isinstance(party, BorrowerParty):
             party.start()
 
-    def _break_line(self, lender: LenderParty) -> None:
-        if lender.up and lender.session.line is not None:
-            lender.session.line.close()
+    def _break_line(self, client: Client) -> None:
+        if not isinstance(client, LenderParty):
+            client.endpoint.move()
+        elif client.up and client.session.line is not None:
+            client.session.line.close()
 
     # -- liveness -------------------------------------------------------------------------------------------------
 
@@ -169,6 +190,16 @@ class Simulation:
             chat.plan = self.plan.healed()
         for traffic in self.traffic:
             traffic.turns_left = 0
+
+    def _restart_in_turn(self) -> None:
+        """One registry after the other is restarted. In the end everybody is with the first."""
+        self._wait_for(self._all_up, 1_000)
+        for registry in self.registries:
+            self._crash(registry)
+            self.world.run(self.world.now_ms + _DOWN_MS + _SESSIONS_BACK_MS)
+
+    def _all_up(self) -> bool:
+        return all(party.up and party.paused_until_ms <= self.world.now_ms for party in self._parties)
 
     def _come_to_rest(self) -> None:
         """Everything under way finishes, and everything lent comes back, within the terms and a fixed time beside."""
@@ -188,17 +219,22 @@ class Simulation:
 
     def _at_rest(self) -> bool:
         return (
-            all(party.up and party.paused_until_ms <= self.world.now_ms for party in self._parties)
+            self._all_up()
             and all(chat.idle for chat in self.chats)
             and all(borrower.idle for borrower in self.borrowers)
             and all(lender.idle and not lender.holder.count(LeaseState.LIVE) for lender in self.lenders)
         )
 
     def _agree(self) -> None:
-        """Once sessions are back, the registry knows of exactly the leases that the lenders hold."""
+        """Once sessions are back, one registry knows of exactly the leases that lenders hold, and no other of any."""
         self.world.run(self.world.now_ms + self.plan.suspect_ms)
+        first, *others = self.registries
+        elsewhere = [
+            lease_id for registry in others for x in self.lenders for lease_id in registry.known(EngineId(x.name))
+        ]
+        self.judge.expect(not elsewhere, Fault.STUCK, f"a registry that was left knows of {sorted(elsewhere)}")
         for lender in self.lenders:
-            known = self.registry.known(EngineId(lender.name))
+            known = first.known(EngineId(lender.name))
             self.judge.expect(
                 len(known) == len(lender.holder) and all(lease_id in lender.holder for lease_id in known),
                 Fault.STUCK,
@@ -206,39 +242,74 @@ class Simulation:
             )
 
     def _borrow_clean(self) -> None:
-        """With nothing wrong, a prompt that goes on from a finished turn borrows what is common."""
-        lender = next((lender for lender in self.lenders if not lender.updated), None)
+        """With nothing wrong, a prompt that goes on from a finished turn borrows what is common.
+
+        Also from a turn that was lent before all registries were restarted: its lender has presented it again.
+        """
+        lender = self._clean_lender()
         if lender is None or (self.plan.on_deadline is OnDeadline.END and self.plan.ttl_ms < 60):
             return  # nothing to borrow from, or nothing for long enough
-        tenant, conversation = TenantId("clean"), ConversationId("clean")
+        self._lend(lender, "clean", first_token=100)
+        self._borrow("clean", first_token=100)
+        kept = self._lend(lender, "kept", first_token=200)
+        self._restart_in_turn()
+        self._agree()
+        if kept is not None and kept in lender.holder:
+            self._borrow("kept", first_token=200)
+
+    def _renew_for_ever(self) -> None:
+        """Somebody asks again and again to renew a lease: its blocks are back at its longest lifetime all the same."""
+        lender, limit_ms = self._clean_lender(), self.plan.max_lifetime_ms
+        if lender is None or not limit_ms or not self.plan.renewable:
+            return
+        lease_id = self._lend(lender, "renewed", first_token=300)
+        until_ms = self.world.now_ms + limit_ms + _SESSIONS_BACK_MS
+        while lease_id is not None and self.world.now_ms < until_ms:
+            self.registries[0].ask_renewal(_CLEAN, lease_id, 40)
+            self.world.run(self.world.now_ms + 10)
+        live = lender.holder.count(LeaseState.LIVE)
+        self.judge.expect(not live, Fault.OUTLIVED, f"{lender.name}: {live} leases are live after {limit_ms} ms")
+
+    def _clean_lender(self) -> LenderParty | None:
+        """A lender of the model that borrowers have."""
+        return next((lender for lender in self.lenders if not lender.updated), None)
+
+    def _lend(self, lender: LenderParty, conversation: str, *, first_token: int) -> LeaseId | None:
+        """A turn of 32 tokens, served and lent; its lease, once it can be resolved."""
         lent: list[LeaseId | None] = []
         lender.serve(
             LenderTurn(
-                tenant=tenant,
-                conversation=conversation,
-                text=self.tokens.text(tuple(range(100, 132))),
+                tenant=_CLEAN,
+                conversation=ConversationId(conversation),
+                text=self.tokens.text(tuple(range(first_token, first_token + 32))),
                 prompt_tokens=20,
                 done=lent.append,
             )
         )
         self._wait_for(lambda: bool(lent))
         self.world.run(self.world.now_ms + 2 * self.network.latency() + 2)
+        return lent[0] if lent else None
+
+    def _borrow(self, conversation: str, *, first_token: int) -> None:
+        """A prompt that goes on from that turn must use what it left."""
         finished: list[bool] = []
         turn = BorrowerTurn(
-            request_id="clean",
-            tenant=tenant,
-            conversation=conversation,
+            request_id=conversation,
+            tenant=_CLEAN,
+            conversation=ConversationId(conversation),
             lease_id=None,
-            text=self.tokens.text(tuple(range(100, 137))),
+            text=self.tokens.text(tuple(range(first_token, first_token + 37))),
             done=finished.append,
         )
         self.borrowers[0].submit(turn)
         self._wait_for(lambda: bool(finished))
-        self.judge.expect(finished == [True], Fault.STUCK, "a clean request did not finish")
-        self.judge.expect(turn.outcome == "used", Fault.STUCK, f"a clean borrow came to {turn.outcome or 'nothing'}")
+        self.judge.expect(finished == [True], Fault.STUCK, f"the {conversation} request did not finish")
+        self.judge.expect(
+            turn.outcome == "used", Fault.STUCK, f"the {conversation} borrow came to {turn.outcome or 'nothing'}"
+        )
 
-    def _wait_for(self, reached: Callable[[], bool]) -> None:
-        limit_ms = self.world.now_ms + 500
+    def _wait_for(self, reached: Callable[[], bool], limit_ms: int = 500) -> None:
+        limit_ms += self.world.now_ms
         while self.world.now_ms < limit_ms and not reached():
             self.world.run(self.world.now_ms + 1)
 
@@ -250,8 +321,8 @@ class Simulation:
         for lender in self.lenders:
             self.judge.expect(not len(lender.holder), Fault.LEAK, f"{lender.name}: leases after the drain")
             lender.unfinished()
-        left = len(self.registry.table)
-        self.judge.expect(not left, Fault.LEAK, f"the registry believes in {left} leases of drained lenders")
+        left = sum(len(registry.table) for registry in self.registries)
+        self.judge.expect(not left, Fault.LEAK, f"registries believe in {left} leases of drained lenders")
 
 
 def run_seed(seed: int, makings: Straight | None = None, *, sharpen: Callable[[Plan], Plan] | None = None) -> Outcome:

@@ -8,7 +8,6 @@ means that each block of its lease is referred to, or has not been handed out si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from hypothesis import settings
@@ -42,28 +41,11 @@ from kvlease.registry.values import (
 )
 
 from tests.sim.pool import BlockPool
+from tests.stateful.lender_model import Lease, Turn
 
 BLOCKS: Final = 12
 TENANT: Final = TenantId("t")
-
-
-@dataclass(slots=True, kw_only=True)
-class Lease:
-    """What the model knows of one."""
-
-    blocks: tuple[int, ...]
-    text: str
-    conversation: str | None
-    deadline_ms: int
-    lapsed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """Blocks that the engine holds for a request, and the tokens in them, a letter for each."""
-
-    text: str
-    blocks: tuple[int, ...]
+NEVER_MS: Final = 10**12
 
 
 def chain(text: str) -> bytes:
@@ -82,8 +64,11 @@ class LenderMachine(RuleBasedStateMachine):
         max_blocks=st.sampled_from([2 * BLOCKS, 8, 4]),
         on_deadline=st.sampled_from([OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END]),
         renewable=st.booleans(),
+        max_lifetime_ms=st.sampled_from([0, 300, 110, 60]),
     )
-    def start(self, slots: int, max_blocks: int, on_deadline: OnDeadline, renewable: bool) -> None:
+    def start(
+        self, slots: int, max_blocks: int, on_deadline: OnDeadline, renewable: bool, max_lifetime_ms: int
+    ) -> None:
         self.terms = LenderTerms(
             engine_id=EngineId("lender"),
             incarnation=Incarnation(b"i" * 16),
@@ -97,6 +82,7 @@ class LenderMachine(RuleBasedStateMachine):
             ttl_ms=100,
             on_deadline=on_deadline,
             renewable=renewable,
+            max_lifetime_ms=max_lifetime_ms,
         )
         self.holder = LeaseHolder(self.terms, first_value=1 << 40)
         self.pool = BlockPool(BLOCKS, caching=True)
@@ -205,8 +191,10 @@ class LenderMachine(RuleBasedStateMachine):
         expected += [(other, EndReason.PRESSURE) for other in self._room(left, len(turn.blocks))]
         effects = self.holder.lend(loan, self.now_ms)
         assert sorted(self._ends(effects)) == sorted(expected)
-        deadline_ms = self.now_ms + (self.terms.ttl_ms if ttl_ms is None else ttl_ms)
-        lease = Lease(blocks=turn.blocks, text=turn.text, conversation=conversation, deadline_ms=deadline_ms)
+        limit_ms = self.now_ms + (self.terms.max_lifetime_ms or NEVER_MS)
+        deadline_ms = min(self.now_ms + (self.terms.ttl_ms if ttl_ms is None else ttl_ms), limit_ms)
+        assert [x.publication.deadline_ms for x in effects if isinstance(x, Announce)] == [deadline_ms]
+        lease = Lease(turn.blocks, turn.text, conversation, deadline_ms, limit_ms)
         self._carry_out(effects, lease)
         self.model[lease_id] = lease
 
@@ -215,16 +203,25 @@ class LenderMachine(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from([*self.model, LeaseId("unknown")]))
         lease = self.model.get(lease_id)
         effects = self.holder.renew(lease_id, ttl_ms, self.now_ms)
-        room = lease is None or not lease.lapsed or self._live() + len(lease.blocks) <= self.terms.max_blocks
-        if lease is None or not self.terms.renewable or not room:
+        if lease is None or not self.terms.renewable:
             status = RenewStatus.ENDED if lease is None else RenewStatus.DISABLED
-            status = status if lease is None or not self.terms.renewable else RenewStatus.PRESSURE
             assert effects == [RefuseRenewal(lease_id=lease_id, status=status)]
             return
+        wanted_ms = self.now_ms + (ttl_ms or self.terms.ttl_ms)
+        deadline_ms = max(lease.deadline_ms, min(wanted_ms, lease.limit_ms))
+        at_limit = RefuseRenewal(lease_id=lease_id, status=RenewStatus.AT_LIMIT)
+        nothing_left = deadline_ms <= self.now_ms or (not lease.lapsed and deadline_ms == lease.deadline_ms)
+        if wanted_ms > deadline_ms and nothing_left:
+            assert effects == [at_limit]
+            return
+        if lease.lapsed and self._live() + len(lease.blocks) > self.terms.max_blocks:
+            assert effects == [RefuseRenewal(lease_id=lease_id, status=RenewStatus.PRESSURE)]
+            return
+        assert (at_limit in effects) == (wanted_ms > deadline_ms)
         if lease.lapsed:
             lease.lapsed = False
             self.lapse_order.remove(lease_id)
-        lease.deadline_ms = max(lease.deadline_ms, self.now_ms + (ttl_ms or self.terms.ttl_ms))
+        lease.deadline_ms = deadline_ms
         told = effects[-1]
         assert isinstance(told, AnnounceRenewed)
         assert told.deadline_ms == lease.deadline_ms

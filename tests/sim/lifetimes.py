@@ -1,0 +1,59 @@
+"""How long a lender keeps its leases' blocks, judged from what it does and against its longest lifetime alone.
+
+Stands outside like the judge: it is told what the lender announces and gives back, and compares with the instant of the
+loan. Invariant: a lender that keeps its terms is never found out, however late it looks at its deadlines for a pause.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvlease.registry.values import LeaseId
+
+from tests.sim.judge import Fault, Judge
+from tests.sim.world import Party
+
+_GRACE_MS: Final = 20
+"""Deadlines are looked at one tick after another, a few leases at a time."""
+
+
+class Lifetimes:
+    """One incarnation's leases. Instants are the world's."""
+
+    def __init__(self, judge: Judge, lender: Party, limit_ms: int) -> None:
+        """`limit_ms` 0: no limit."""
+        self._judge: Final = judge
+        self._lender: Final = lender
+        self._limit_ms: Final = limit_ms
+        self._lent: dict[LeaseId, tuple[int, int]] = {}
+        """When, and how long the lender had been paused by then."""
+        self._pinned: set[LeaseId] = set()
+
+    def lent(self, lease_id: LeaseId, deadline_ms: int) -> None:
+        self._lent[lease_id] = self._judge.now_ms, self._lender.paused_ms
+        self._pinned.add(lease_id)
+        self._check_deadline(lease_id, deadline_ms)
+
+    def renewed(self, lease_id: LeaseId, deadline_ms: int) -> None:
+        self._pinned.add(lease_id)
+        self._check_deadline(lease_id, deadline_ms)
+
+    def given_back(self, lease_id: LeaseId) -> None:
+        """Its blocks are the pool's again, if they were not already."""
+        if lease_id not in self._pinned:
+            return
+        self._pinned.remove(lease_id)
+        lent_ms, paused_ms = self._lent[lease_id]
+        kept_ms = self._judge.now_ms - lent_ms - (self._lender.paused_ms - paused_ms)
+        if self._limit_ms:
+            held = kept_ms <= self._limit_ms + _GRACE_MS
+            self._judge.expect(held, Fault.OUTLIVED, f"{lease_id} was kept for {kept_ms} ms")
+
+    def forget(self, lease_id: LeaseId) -> None:
+        self._lent.pop(lease_id, None)
+
+    def _check_deadline(self, lease_id: LeaseId, deadline_ms: int) -> None:
+        if self._limit_ms:
+            life_ms = deadline_ms - self._lent[lease_id][0]
+            held = life_ms <= self._limit_ms
+            self._judge.expect(held, Fault.OUTLIVED, f"{lease_id} is to be kept for {life_ms} ms")

@@ -48,6 +48,8 @@ class Loads:
 
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    """Prefills that were fetched."""
     reports: WorkerReports = field(default_factory=WorkerReports)
 
     def over(self, request_id: str, reason: ComputeReason | None = None, *, late: bool = False, rank: int = 0) -> None:
@@ -137,6 +139,7 @@ class Desk:
             reported = KVConnectorOutput(
                 finished_recving=loads.finished or None,
                 failed_recving=loads.failed,
+                finished_sending=loads.sent or None,
                 kv_connector_worker_meta=ReportsFromWorkers(reports=loads.reports),
             )
         return self.scheduler.update_from_output(

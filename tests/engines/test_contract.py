@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the contract is vLLM's: install the engines (make engines-venv)")
 
+from kvlease.connector.weights import HARMLESS
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
@@ -23,6 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import abstract, multiproc_executor, uniproc_executor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 pytestmark = pytest.mark.engines
@@ -138,3 +142,27 @@ def test_the_module_path_wins_over_the_built_in_name() -> None:
     )
     loaded = KVConnectorFactory.get_connector_class(config)
     assert loaded.__module__ == "kvlease.connector.plugin"
+
+
+def test_every_call_to_workers_has_a_kind() -> None:
+    """A call that is not known ends all leases: right, but dear if the engine makes it while it serves."""
+    called = re.compile(r"""collective_rpc\(\s*"(\w+)\"""")
+    names = {
+        name
+        for module in (abstract, multiproc_executor, uniproc_executor, inspect.getmodule(EngineCore))
+        for name in called.findall(inspect.getsource(module))  # type: ignore[arg-type]
+    }
+    assert {"execute_model", "sample_tokens", "sleep", "discard"} <= names
+    assert names - HARMLESS == {"sleep", "discard"}, "decide each of them in weights.py"
+
+
+def test_what_changes_weights_goes_through_the_executor_and_a_name_through_the_engine() -> None:
+    assert "self.model_executor.collective_rpc" in inspect.getsource(EngineCore.collective_rpc)
+    for update in ("start_weight_update", "update_weights", "finish_weight_update"):
+        assert "self.collective_rpc(" in inspect.getsource(getattr(AsyncLLM, update))
+    assert "self.collective_rpc(" in inspect.getsource(abstract.Executor.sleep)
+    assert "self.collective_rpc(" in inspect.getsource(abstract.Executor.discard)
+    assert list(inspect.signature(EngineCore.set_weight_version).parameters) == ["self", "weight_version"]
+    for executor in (multiproc_executor.MultiprocExecutor, uniproc_executor.UniProcExecutor):
+        names = list(inspect.signature(executor.collective_rpc).parameters)
+        assert names[:5] == ["self", "method", "timeout", "args", "kwargs"]

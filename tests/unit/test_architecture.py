@@ -38,7 +38,7 @@ CORES: Final = (
         )
     ),
     *("kvlease.connector." + name for name in ("borrower*", "digests", "lender*", "loan", "prover", "quarantine")),
-    *("kvlease.connector." + name for name in ("record", "request_params", "seal")),
+    *("kvlease.connector." + name for name in ("record", "request_params", "seal", "weights")),
     *("kvlease.router." + name for name in ("answer", "body", "conversations", "errors", "routes", "sse")),
 )
 IMPURE: Final = frozenset(

@@ -142,6 +142,13 @@ class Borrower:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._borrows
 
+    def rebase(self, terms: BorrowTerms) -> None:
+        """Other terms from now on: every borrow that has not committed to its READ computes."""
+        self._terms = terms
+        for borrow in self._borrows.values():
+            if not borrow.reading and borrow.reason is None:
+                borrow.reason = ComputeReason.FINGERPRINT
+
     def begin(self, ask: Ask, now_ms: int) -> ResolveQuery | None:
         """A request has arrived: what to ask the registry, or None if nothing can be borrowed for it."""
         borrow = _Borrow(ask=ask, begun_ms=now_ms)

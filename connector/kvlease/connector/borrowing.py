@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvlease.connector import digests, request_params
 from kvlease.connector.borrower import Ask, Borrower, BorrowTerms, Compute, ComputeReason, Decision, Read
@@ -77,6 +77,12 @@ class Borrowing:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._stories
+
+    def rebase(self, fingerprint_hash: bytes) -> None:
+        """Other weights from now on: what was found for the earlier ones is not read."""
+        self._terms = replace(self._terms, fingerprint_hash=fingerprint_hash)
+        self._seeds = digests.Seeds(fingerprint_hash)
+        self._core.rebase(self._terms)
 
     def arrived(self, request: ArrivedRequest) -> None:
         """A prompt that may borrow: asks the registry at once, so that queueing hides the round trip."""

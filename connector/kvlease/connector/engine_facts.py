@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 TESTED_VLLM: Final = ("0.32",)
 """Minor versions of vLLM that this release was tested with."""
+WEIGHTS_FIELD: Final = "weights_version"
+"""The one field of a fingerprint that may change while an engine runs."""
 _SOUND_HASHES: Final = frozenset({"sha256", "sha256_cbor"})
 
 
@@ -92,7 +94,13 @@ def roles(config: VllmConfig, settings: ConnectorSettings) -> tuple[bool, bool]:
 
 
 def fingerprint_fields(
-    config: VllmConfig, settings: ConnectorSettings, *, block_tokens: int, hash_tokens: int, version: str
+    config: VllmConfig,
+    settings: ConnectorSettings,
+    *,
+    weights_version: str,
+    block_tokens: int,
+    hash_tokens: int,
+    version: str,
 ) -> dict[str, str]:
     """What two engines must agree on before a digest means anything."""
     from vllm.v1.core.kv_cache_utils import get_none_hash_seed
@@ -101,7 +109,7 @@ def fingerprint_fields(
     return {
         "model": settings.model_id or str(model.model),
         "revision": str(model.revision or ""),
-        "weights_version": settings.weights_version,
+        WEIGHTS_FIELD: weights_version,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
         "kv_dtype": str(cache.cache_dtype),

@@ -200,7 +200,21 @@ class Lending:
         return bool(effects)
 
     def end_all(self, reason: EndReason) -> None:
-        self._carry_out(self._holder.end_all(reason))
+        """Ends every lease. Whatever becomes of the bookkeeping, no seal is whole afterwards."""
+        try:
+            self._carry_out(self._holder.end_all(reason))
+        except Exception:
+            for table in self._tables:
+                table.break_all()
+            raise
+
+    def rebase(self, terms: LenderTerms) -> None:
+        """Other terms from now on. No lease of the earlier ones stays."""
+        self.end_all(EndReason.WEIGHTS_CHANGED)
+        self._carry_out(self._holder.tick(self._clock.now_ms()))  # what is still to be given back
+        self._terms = terms
+        self._seeds = digests.Seeds(terms.fingerprint_hash)
+        self._holder = LeaseHolder(terms, first_value=secrets.randbits(63) | 1)
 
     def drain(self) -> None:
         """The engine goes away in good order: every lease ends and none is made any more."""

@@ -25,7 +25,7 @@ from kvlease.connector.probe import LenderProbe
 from kvlease.connector.settings import ConnectorSettings
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.clock import Clock
-from kvlease.registry.errors import DeadlineExceeded, KvleaseError
+from kvlease.registry.errors import DeadlineExceeded, KvleaseError, SessionReplaced
 from kvlease.registry.lender_session import LenderSession
 from kvlease.registry.values import (
     EndReason,
@@ -115,7 +115,10 @@ class Link:
         self._thread.start()
 
     def lend_as(self, engine: Engine) -> None:
-        """Opens the lender's session, once the engine knows all that it says about itself."""
+        """Opens the lender's session, once the engine knows all that it says about itself.
+
+        Called again, it says what has changed: by then no lease of the earlier session is held.
+        """
         self._call(self._lend_as, engine)
 
     def resolve(self, request_id: str, query: ResolveQuery) -> None:
@@ -212,17 +215,24 @@ class Link:
 
     def _lend_as(self, engine: Engine) -> None:
         self._engine = engine
-        self._open_session()
+        before, self._session = self._session, None
+        self._open_session(before)
 
-    def _open_session(self) -> None:
-        """Once there are both a client and an engine that lends."""
+    def _open_session(self, before: LenderSession | None = None) -> None:
+        """Once there are both a client and an engine that lends; after the goodbye of the session `before`."""
         if self._client is not None and self._engine is not None and self._session is None:
             self._session = LenderSession(self._client, self._engine, clock=self._clock, listener=self)
-            self._spawn(self._keep_session(self._session))
+            self._spawn(self._keep_session(self._session, before))
 
-    async def _keep_session(self, session: LenderSession) -> None:
+    async def _keep_session(self, session: LenderSession, before: LenderSession | None) -> None:
+        if before is not None:
+            with contextlib.suppress(KvleaseError):
+                await before.goodbye()
         try:
             await session.run()
+        except SessionReplaced:
+            if session is self._session:
+                log.error("kvlease: this engine lends no more: another process runs as the same incarnation")
         except KvleaseError as error:
             log.error("kvlease: this engine lends no more: %s", error)
 

@@ -69,6 +69,9 @@ class ConnectorSettings(BaseSettings):
     api_url: str = Field("", max_length=512, description="base URL of this engine's OpenAI API, for routers")
     model_id: str = Field("", max_length=256, description="name of the model if its path differs between engines")
     weights_version: str = Field("0", max_length=64, description="change it whenever the weights change in place")
+    harmless_calls: tuple[str, ...] = Field(
+        (), max_length=64, description="worker methods and functions of your own that write to no weights"
+    )
     metrics: OptionalEndpoint = Field("", description="HOST:PORT of a Prometheus endpoint; empty: none")
     otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces; empty: as OTEL_* variables say")
     allow_untested_engine: bool = Field(False, description="try vLLM versions that this release was not tested with")

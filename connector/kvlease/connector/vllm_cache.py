@@ -42,16 +42,25 @@ def let_leases_give_way(manager: Any, block_tokens: int, give_way: Callable[[int
     manager.allocate_slots = allocate_slots
 
 
-def end_leases_before_reset(manager: Any, end_leases: Callable[[], None]) -> None:
-    """Ends leases when the operator resets the prefix cache, which is refused while any block is referenced.
+def watch_resets(manager: Any, before: Callable[[], None], cleared: Callable[[], None]) -> None:
+    """Ends leases (`before`) when the operator resets the prefix cache, which is refused while a block is referenced.
 
     Serves `/reset_prefix_cache`, a pause that clears the cache, and sleep, all of which come through here before the
-    engine's memory is touched.
+    engine's memory is touched. `cleared` is called once the cache is empty.
     """
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache() -> Any:
-        end_leases()
-        return reset()
+        before()
+        done = reset()
+        if done:
+            cleared()
+        return done
 
     manager.reset_prefix_cache = reset_prefix_cache
+
+
+def is_empty(manager: Any) -> bool:
+    """Whether the engine holds no KV: no block is referenced and none can be found in the prefix cache."""
+    pool = manager.block_pool
+    return bool(pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not len(pool.cached_block_hash_to_block))

@@ -9,13 +9,14 @@ Invariant: whatever fails in here costs a lease or a borrow and is counted, neve
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from kvlease.connector import engine_facts, request_params, vllm_cache, vllm_startup
+from kvlease.connector import engine_facts, request_params, vllm_cache, vllm_requests, vllm_startup
 from kvlease.connector.borrower import Compute, Read, Wait
 from kvlease.connector.borrowing import ArrivedRequest, Borrowing
 from kvlease.connector.instruments import Instruments
@@ -23,6 +24,7 @@ from kvlease.connector.journal import Journal
 from kvlease.connector.lending import FinishedTurn, Lending
 from kvlease.connector.link import Link
 from kvlease.connector.loads import LoadOrder
+from kvlease.connector.loan import LenderTerms
 from kvlease.connector.probe import LenderProbe
 from kvlease.connector.request_params import RequestParams
 from kvlease.connector.seal_table import SealTable, SealTableUnavailable
@@ -30,6 +32,7 @@ from kvlease.connector.settings import ConnectorSettings
 from kvlease.connector.termination import Termination
 from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake, attach_orders, attach_refused
 from kvlease.connector.vllm_side_channel import VllmSideChannel
+from kvlease.connector.vllm_weights import WeightsWatch
 from kvlease.registry.clock import Clock
 from kvlease.registry.telemetry import configure_tracing, serve_metrics
 from kvlease.registry.values import EndReason
@@ -104,18 +107,22 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         self._orders: dict[str, tuple[dict[str, Any], tuple[list[int], ...], tuple[int, ...], LoadOrder]] = {}
         self._refused: list[str] = []
         """Requests that were promised a load which could not be ordered: the worker reports it as failed."""
+        self._terms: LenderTerms | None = None
         self._terminating = False
         self._drained = False
         self._termination = Termination(self._terminate)
+        self._weights = WeightsWatch(vllm_config, settings, self._end_all, self._reidentify)
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def bind(self, kv_cache_manager: Any) -> None:
         """The engine's cache manager exists: digests and block references mean something from here on."""
-        self._identity = vllm_startup.identify(self.vllm_config, self._settings, kv_cache_manager, int(self.block_size))
+        self._identity = vllm_startup.identify(
+            self.vllm_config, self._settings, kv_cache_manager, int(self.block_size), self._weights.version
+        )
+        self._weights.bind(kv_cache_manager)
         if self._lends:
             vllm_cache.let_leases_give_way(kv_cache_manager, self._identity.block_tokens, self._give_way)
-            vllm_cache.end_leases_before_reset(kv_cache_manager, self.reset_cache)
             self._termination.open()
         self._link.start()
         if self._borrows:
@@ -145,9 +152,9 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         except SealTableUnavailable as error:
             log.error("kvlease: this engine lends nothing: %s", error)
             return
-        terms = vllm_startup.lender_terms(self, self._identity, self._settings, tables)
+        self._terms = vllm_startup.lender_terms(self, self._identity, self._settings, tables)
         self._lending = Lending(
-            terms,
+            self._terms,
             hash_tokens=self._identity.hash_tokens,
             engine_params=vllm_startup.stock_params(self),
             pool=self._identity.pool,
@@ -156,7 +163,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             clock=self._clock,
             instruments=self._instruments,
         )
-        self._link.lend_as(vllm_startup.lender(self, terms, self._identity, self._settings))
+        self._link.lend_as(vllm_startup.lender(self, self._terms, self._identity, self._settings))
 
     # -- a request arrives, is admitted, ends ------------------------------------------------------------------------
 
@@ -167,7 +174,8 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
     @guarded
     def _arrived(self, request: Request) -> None:
         self._service()
-        if self._borrowing is None or not _plain(request):
+        self._weights.arrived()
+        if self._borrowing is None or not vllm_requests.plain(request):
             return
         params = self._params(request)
         if params is None or (request.kv_transfer_params or {}).get("do_remote_prefill"):
@@ -280,6 +288,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         answer: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        vllm_requests.name_weights(answer[1], self._weights.version, weights_known=self._weights.known)
         self._finished(request, block_ids)
         return answer
 
@@ -301,8 +310,9 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         params = self._params(request)
         if params is None:
             return
-        if not _plain(request):
-            self._instruments.not_lent.labels("unsupported").inc()
+        refusal = vllm_requests.not_lent(request, self._weights.version, weights_known=self._weights.known)
+        if refusal is not None:
+            self._instruments.not_lent.labels(refusal).inc()
             return
         self._lending.finished(
             FinishedTurn(
@@ -336,11 +346,27 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         if self._lending is not None:
             given.append(self._lending.give_way(more_blocks, least_blocks))
 
-    @guarded
     def reset_cache(self) -> None:
         """The operator resets the engine's caches: every lease ends, so that the pool finds no reference of ours."""
+        self._end_all(EndReason.CACHE_RESET)
+
+    @guarded
+    def _end_all(self, reason: EndReason) -> None:
         if self._lending is not None:
-            self._lending.end_all(EndReason.CACHE_RESET)
+            self._lending.end_all(reason)
+
+    @guarded
+    def _reidentify(self) -> None:
+        """Other weights, other digests: what was lent or found under the earlier ones is nobody's."""
+        assert self._identity is not None
+        self._identity = vllm_startup.with_weights(self._identity, self._weights.version)
+        hashed = self._identity.fingerprint.hash
+        if self._borrowing is not None:
+            self._borrowing.rebase(hashed)
+        if self._lending is not None and self._terms is not None:
+            self._terms = dataclasses.replace(self._terms, fingerprint_hash=hashed)
+            self._lending.rebase(self._terms)
+            self._link.lend_as(vllm_startup.lender(self, self._terms, self._identity, self._settings))
 
     @guarded
     def _service(self) -> None:
@@ -362,14 +388,9 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
     @guarded
     def _close(self) -> None:
         self._termination.close()
+        self._weights.close()
         if self._lending is not None:
             self._lending.close()
         self._link.close()
         if self._metrics is not None:
             self._metrics.close()
-
-
-def _plain(request: Request) -> bool:
-    """Whether digests cover all that the request's KV depends on. Adapters can be reloaded in place under one name,
-    and embeddings given as such are nobody's to share: both are computed."""
-    return request.lora_request is None and request.prompt_embeds is None and not request.skip_reading_prefix_cache

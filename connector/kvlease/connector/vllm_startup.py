@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,20 @@ class EngineIdentity:
     """Trailing tokens whose KV the engine may compute once more (multi-module MTP)."""
 
 
-def identify(config: VllmConfig, settings: ConnectorSettings, manager: Any, block_tokens: int) -> EngineIdentity:
+def identify(
+    config: VllmConfig, settings: ConnectorSettings, manager: Any, block_tokens: int, weights_version: str
+) -> EngineIdentity:
     """Called once the engine's cache manager exists."""
     hash_tokens = int(manager.block_pool.hash_block_size)
     return EngineIdentity(
         fingerprint=digests.fingerprint(
             engine_facts.fingerprint_fields(
-                config, settings, block_tokens=block_tokens, hash_tokens=hash_tokens, version=vllm_version
+                config,
+                settings,
+                weights_version=weights_version,
+                block_tokens=block_tokens,
+                hash_tokens=hash_tokens,
+                version=vllm_version,
             )
         ),
         pool=manager.block_pool,
@@ -54,6 +61,12 @@ def identify(config: VllmConfig, settings: ConnectorSettings, manager: Any, bloc
         stride_tokens=digests.stride_for(block_tokens, hash_tokens, settings.stride_tokens),
         reprefillable_tokens=int(manager.coordinator.num_reprefillable_tokens),
     )
+
+
+def with_weights(identity: EngineIdentity, weights_version: str) -> EngineIdentity:
+    """The same engine with other weights."""
+    fields = {**dict(identity.fingerprint.fields), engine_facts.WEIGHTS_FIELD: weights_version}
+    return replace(identity, fingerprint=digests.fingerprint(fields))
 
 
 def borrow_terms(identity: EngineIdentity, settings: ConnectorSettings, threshold_tokens: int) -> BorrowTerms:

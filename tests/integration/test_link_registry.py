@@ -1,0 +1,103 @@
+"""The connector's thread and a real registry: a lender that says something new about itself keeps its place.
+
+Real sockets; the engine's part is played by calls as the engine's thread makes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvlease.connector.journal import Journal
+from kvlease.connector.link import Link
+from kvlease.connector.probe import LenderProbe, Peer
+from kvlease.connector.settings import ConnectorSettings
+from kvlease.registry.client import RegistryClient
+from kvlease.registry.clock import SystemClock
+from kvlease.registry.server import RegistryServer
+from kvlease.registry.settings import NO_METRICS, RegistrySettings
+from kvlease.registry.telemetry import configure_tracing
+from kvlease.registry.values import (
+    DEFAULT_TENANT,
+    ConversationId,
+    EndReason,
+    Engine,
+    EngineId,
+    Fingerprint,
+    Hit,
+    Incarnation,
+    LeaseId,
+    Miss,
+    MissReason,
+    OnDeadline,
+    Publication,
+    Record,
+    ResolveQuery,
+)
+
+from tests.integration.registry_peer import eventually
+
+OLD = Fingerprint(hash=b"o" * 16, fields=(("weights_version", "0"),))
+NEW = Fingerprint(hash=b"n" * 16, fields=(("weights_version", "0, step-17"),))
+ENGINE = Engine(engine_id=EngineId("d-1"), incarnation=Incarnation(b"i" * 16), fingerprint=OLD)
+
+
+class NoSideChannel:
+    async def answers_for(self, peer: Peer) -> bool:
+        return False
+
+    async def close(self) -> None:
+        return None
+
+
+def lease(name: str, fingerprint: Fingerprint, now_ms: int) -> Publication:
+    return Publication(
+        lease_id=LeaseId(name),
+        tenant=DEFAULT_TENANT,
+        conversation=ConversationId("c"),
+        stride_tokens=64,
+        block_count=2,
+        size_bytes=0,
+        deadline_ms=now_ms + 60_000,
+        on_deadline=OnDeadline.LAPSE,
+        fingerprint_hash=fingerprint.hash,
+        record=Record(digests=b"d" * 16, body=b"body"),
+    )
+
+
+async def test_a_lender_with_new_weights_says_so_and_goes_on_lending() -> None:
+    clock = SystemClock()
+    registry = RegistrySettings(listen="127.0.0.1:0", metrics_listen=NO_METRICS)
+    async with RegistryServer(registry) as server, RegistryClient(server.endpoint) as client:
+        settings = ConnectorSettings.load({"registry": server.endpoint})
+        probe = LenderProbe(NoSideChannel(), clock, settings.probe_ms)
+        link = Link(settings, clock, Journal(configure_tracing("test")), probe)
+
+        async def ask(fingerprint: Fingerprint) -> Hit | Miss:
+            return await client.resolve(
+                ResolveQuery(
+                    tenant=DEFAULT_TENANT, conversation=ConversationId("c"), fingerprint_hash=fingerprint.hash
+                ),
+                timeout_ms=5_000,
+            )
+
+        async def found(fingerprint: Fingerprint, name: str) -> bool:
+            answer = await ask(fingerprint)
+            return isinstance(answer, Hit) and answer.lease_id == name
+
+        link.start()
+        try:
+            link.lend_as(ENGINE)
+            link.publish(lease("before", OLD, clock.now_ms()))
+            await eventually(lambda: found(OLD, "before"), "the first lease")
+            link.ended(LeaseId("before"), EndReason.WEIGHTS_CHANGED)
+            link.lend_as(dataclasses.replace(ENGINE, fingerprint=NEW))
+            link.publish(lease("after", NEW, clock.now_ms()))
+            await eventually(lambda: found(NEW, "after"), "the lease under the new fingerprint")
+            miss = await ask(OLD)
+            assert isinstance(miss, Miss)
+            assert miss.reason is MissReason.FINGERPRINT
+            assert miss.lender_fingerprint is not None
+            assert miss.lender_fingerprint.differences(OLD) == ("weights_version",)
+            assert [status.engine.fingerprint for status in await client.list_engines()] == [NEW]
+        finally:
+            link.close()

@@ -83,7 +83,7 @@ fuzz: venv  ## MESSAGES=100000 SEED=1: random and broken messages to a registry;
 
 ##@ Develop
 .PHONY: test
-test: engines  ## the whole suite, real engines included; ARGS='-k name' for a part
+test: engines | etcd  ## the whole suite, real engines included; ARGS='-k name' for a part
 	@$(PY) -m pytest $(ARGS)
 
 .PHONY: check
@@ -100,7 +100,7 @@ fix: venv  ## what `check` can repair by itself
 	@$(VENV)/bin/ruff format .
 
 .PHONY: proto
-proto: $(PROTO_VENV)/.done  ## generate the code of proto/kvlease/v1 again
+proto: $(PROTO_VENV)/.done  ## generate the code of proto/ again
 	@$(call generate,proto)
 
 .PHONY: proto-check
@@ -108,12 +108,13 @@ proto-check: $(PROTO_VENV)/.done
 	@rm -rf .cache/proto-check && mkdir -p .cache/proto-check && $(call generate,.cache/proto-check) 2>.cache/proto-check/log || \
 	  { cat .cache/proto-check/log; exit 1; }
 	@diff -r --exclude='*.proto' --exclude=py.typed --exclude=__pycache__ \
-	  .cache/proto-check/kvlease/v1 proto/kvlease/v1 || { echo 'generated code is not current: make proto'; exit 1; }
+	  .cache/proto-check/kvlease proto/kvlease || { echo 'generated code is not current: make proto'; exit 1; }
 
-generate = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto \
-  --python_out=$(1) --mypy_out=$(1) --grpc_python_out=$(1) --mypy_grpc_out=$(1) \
-  --plugin=protoc-gen-mypy=$(PROTO_VENV)/bin/protoc-gen-mypy \
-  --plugin=protoc-gen-mypy_grpc=$(PROTO_VENV)/bin/protoc-gen-mypy_grpc proto/kvlease/v1/*.proto
+# etcd's messages come without stubs: kvlease.etcd calls by etcd's own method paths.
+protoc = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto --python_out=$(1) --mypy_out=$(1) \
+  --plugin=protoc-gen-mypy=$(PROTO_VENV)/bin/protoc-gen-mypy
+generate = $(call protoc,$(1)) proto/kvlease/etcdv3/*.proto && $(call protoc,$(1)) proto/kvlease/v1/*.proto \
+  --grpc_python_out=$(1) --mypy_grpc_out=$(1) --plugin=protoc-gen-mypy_grpc=$(PROTO_VENV)/bin/protoc-gen-mypy_grpc
 
 ##@ Set up
 .PHONY: venv
@@ -163,7 +164,19 @@ $(PROTO_VENV)/.done: | $(VENV)/.python
 libraries:
 	@missing=(); known=$$(PATH=$$PATH:/sbin ldconfig -p); \
 	for pair in $(LIBRARIES); do grep -q "$${pair%%:*}" <<<"$$known" || missing+=("$${pair##*:}"); done; \
-	if [ "$${#missing[@]}" -eq 0 ]; then exit 0; fi; \
-	if [ "$$(id -u)" -ne 0 ]; then echo "missing: sudo apt-get install $${missing[*]}"; exit 1; fi; \
-	echo "installing $${missing[*]} ..."; apt-get update -qq </dev/null; \
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$${missing[@]}" </dev/null >/dev/null
+	$(apt_install)
+
+# Tests start members of their own. A service that the package brings is neither used nor, where this starts none, started.
+.PHONY: etcd
+etcd:
+	@missing=(); \
+	[ -n "$${KVLEASE_TEST_ETCD:-}" ] || command -v etcd >/dev/null || missing+=(etcd-server); \
+	[ -n "$${KVLEASE_TEST_ETCDCTL:-}" ] || command -v etcdctl >/dev/null || missing+=(etcd-client); \
+	$(apt_install)
+
+define apt_install
+if [ "$${#missing[@]}" -eq 0 ]; then exit 0; fi; \
+if [ "$$(id -u)" -ne 0 ]; then echo "missing: sudo apt-get install $${missing[*]}"; exit 1; fi; \
+echo "installing $${missing[*]} ..."; apt-get update -qq </dev/null; \
+DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$${missing[@]}" </dev/null >/dev/null
+endef

@@ -20,7 +20,7 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PARTS: Final = ("registry", "connector", "router")
-PACKAGES: Final = ("kvlease.registry", "kvlease.connector", "kvlease.router", "kvlease.cli")
+PACKAGES: Final = ("kvlease.registry", "kvlease.connector", "kvlease.router", "kvlease.cli", "kvlease.etcd")
 
 CORES: Final = (
     *(
@@ -40,6 +40,7 @@ CORES: Final = (
     *("kvlease.connector." + name for name in ("borrower*", "digests", "lender*", "loan", "prover", "quarantine")),
     *("kvlease.connector." + name for name in ("record", "request_params", "seal", "weights")),
     *("kvlease.router." + name for name in ("answer", "body", "conversations", "errors", "routes", "sse")),
+    *("kvlease.etcd." + name for name in ("codec", "errors", "limits", "ops", "values", "watch_order")),
 )
 IMPURE: Final = frozenset(
     {
@@ -66,8 +67,8 @@ IMPURE: Final = frozenset(
     }
 )
 """I/O, clocks, chance and threads: a core is told all of it by its shell."""
-CORES_MAY_USE: Final = ("kvlease.v1.registry_pb2",)
-"""Beside other cores: the messages a record consists of."""
+CORES_MAY_USE: Final = ("kvlease.v1.registry_pb2", "kvlease.etcdv3.etcd_pb2")
+"""Beside other cores: the messages a record consists of, and etcd's."""
 
 VENDORS: Final = frozenset({"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13"})
 ADAPTERS: Final = ("kvlease.connector.plugin", "kvlease.connector.engine_facts", "kvlease.connector.vllm_*")
@@ -87,7 +88,7 @@ def sources() -> list[Path]:
 
 @cache
 def import_graph() -> grimp.ImportGraph:
-    return grimp.build_graph(*PACKAGES, "kvlease.v1", include_external_packages=True, cache_dir=None)
+    return grimp.build_graph(*PACKAGES, "kvlease.v1", "kvlease.etcdv3", include_external_packages=True, cache_dir=None)
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:

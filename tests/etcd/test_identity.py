@@ -1,0 +1,177 @@
+"""Users, passwords, tokens and certificates of etcd: who is let in, what a refusal is, and tokens that go stale.
+
+One member with users, whose tokens live for a second of disuse; one with TLS that asks for client certificates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvlease.etcd import (
+    AuthenticationFailed,
+    Changes,
+    CredentialsInvalid,
+    EtcdClient,
+    EtcdCredentials,
+    PermissionDenied,
+    Unavailable,
+    Watch,
+)
+
+from tests.etcd.cluster import ROOT, Cluster, ClusterSettings, etcd_cluster
+from tests.integration.certificates import Authority
+
+PASSWORD = "a password that nobody else has"
+TOKEN_TTL_S = 1
+
+
+@pytest.fixture(scope="module")
+def guarded_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(
+        ClusterSettings(
+            folder=tmp_path_factory.mktemp("guarded"),
+            hosts=("127.0.0.1",),
+            password=PASSWORD,
+            flags=("--auth-token-ttl", str(TOKEN_TTL_S)),
+        )
+    )
+    asyncio.run(_start(cluster))
+    yield cluster
+    cluster.close()
+
+
+async def _start(cluster: Cluster) -> None:
+    await cluster.start()
+    await cluster.control("role", "add", "mine")
+    await cluster.control("role", "grant-permission", "mine", "readwrite", "/mine/", "/mine0")
+    await cluster.control("user", "add", f"guest:{PASSWORD}")
+    await cluster.control("user", "grant-role", "guest", "mine")
+
+
+@pytest.fixture
+async def guarded(guarded_process: Cluster) -> Cluster:
+    await guarded_process.heal()
+    return guarded_process
+
+
+def root(password: str = PASSWORD) -> EtcdCredentials:
+    return EtcdCredentials(user=ROOT, password=password)
+
+
+async def next_value(watch: Watch) -> bytes:
+    async with asyncio.timeout(10):
+        while not isinstance(item := await anext(watch), Changes):
+            pass
+    return item.events[0].kv.value
+
+
+async def test_user_and_password(guarded: Cluster, prefix: bytes) -> None:
+    async with EtcdClient(guarded.endpoints, credentials=root()) as etcd:
+        await asyncio.gather(*(etcd.put(prefix + b"%d" % number, b"") for number in range(20)))
+
+
+async def test_wrong_password_and_none(guarded: Cluster, prefix: bytes) -> None:
+    async with EtcdClient(guarded.endpoints, credentials=root("wrong")) as etcd:
+        with pytest.raises(AuthenticationFailed, match="invalid user ID or password"):
+            await etcd.get(prefix)
+        with pytest.raises(AuthenticationFailed):
+            await anext(etcd.watch(prefix))
+    async with EtcdClient(guarded.endpoints) as etcd:
+        with pytest.raises(AuthenticationFailed, match="wants a user"):
+            await etcd.put(prefix, b"")
+
+
+async def test_keys_of_others(guarded: Cluster) -> None:
+    credentials = EtcdCredentials(user="guest", password=PASSWORD)
+    async with EtcdClient(guarded.endpoints, credentials=credentials) as etcd:
+        await etcd.put(b"/mine/a", b"")
+        for call in (etcd.get(b"/other"), etcd.put(b"/other", b""), anext(etcd.watch(b"/other"))):
+            with pytest.raises(PermissionDenied):
+                await call
+        with pytest.raises(PermissionDenied):
+            await anext(etcd.watch(b"/m"))
+        async with etcd.watch(b"/mine/") as watch:
+            await anext(watch)
+            await etcd.put(b"/mine/a", b"1")
+            assert await next_value(watch) == b"1"
+
+
+async def test_tokens_that_went_stale(guarded: Cluster, prefix: bytes) -> None:
+    """By disuse, and all at once when etcd restarts; a call, a transaction and a watch each go on with a fresh one."""
+    (member,) = guarded.members.values()
+    async with EtcdClient(guarded.endpoints, credentials=root()) as etcd, etcd.watch(prefix) as watch:
+        await anext(watch)
+        await etcd.put(prefix, b"1")
+        assert await next_value(watch) == b"1"
+        await asyncio.sleep(TOKEN_TTL_S + 1.5)
+        await etcd.txn([], [])
+        member.kill()
+        member.start()
+        await member.ready()
+        await etcd.put(prefix, b"2", idempotent=True, timeout_ms=10_000)
+        assert await next_value(watch) == b"2"
+    async with EtcdClient(guarded.endpoints, credentials=root()) as etcd:
+        await etcd.put(prefix, b"3")
+        await asyncio.sleep(TOKEN_TTL_S + 1.5)
+        async with etcd.watch(prefix) as watch:
+            await anext(watch)
+            await etcd.put(prefix, b"4")
+            assert await next_value(watch) == b"4"
+        await asyncio.sleep(TOKEN_TTL_S + 1.5)
+        grant = await etcd.grant(30)
+        await asyncio.sleep(TOKEN_TTL_S + 1.5)
+        assert await etcd.keep_alive_once(grant.lease_id) == 30
+
+
+async def test_password_where_users_are_off(solo: Cluster, prefix: bytes) -> None:
+    async with EtcdClient(solo.endpoints, credentials=root()) as etcd:
+        await etcd.put(prefix, b"")
+
+
+async def test_certificates(tmp_path: Path, prefix: bytes) -> None:
+    settings = ClusterSettings(folder=tmp_path / "etcd", hosts=("127.0.0.1",), tls=True, password=PASSWORD)
+    async with etcd_cluster(settings) as cluster:
+        assert cluster.authority is not None
+        files = cluster.authority.client("kvlease")
+        ca = str(files.ca)
+        credentials = EtcdCredentials(
+            tls_ca=ca, tls_cert=str(files.cert), tls_key=str(files.key), user=ROOT, password=PASSWORD
+        )
+        async with EtcdClient(cluster.endpoints, credentials=credentials) as etcd, etcd.watch(prefix) as watch:
+            await anext(watch)
+            await etcd.put(prefix, b"1")
+            assert await next_value(watch) == b"1"
+
+        stranger = Authority(tmp_path / "stranger").client("kvlease")
+        for refused in (
+            EtcdCredentials(tls_ca=ca),
+            EtcdCredentials(tls_ca=ca, tls_cert=str(stranger.cert), tls_key=str(stranger.key)),
+            EtcdCredentials(tls_ca=str(stranger.ca), tls_cert=str(files.cert), tls_key=str(files.key)),
+            EtcdCredentials(),
+        ):
+            async with EtcdClient(cluster.endpoints, credentials=refused) as etcd:
+                with pytest.raises(Unavailable):
+                    await etcd.get(prefix, timeout_ms=800)
+
+
+async def test_credentials_that_cannot_be_used(tmp_path: Path) -> None:
+    files, others = Authority(tmp_path / "a").client("one"), Authority(tmp_path / "b").client("two")
+    with pytest.raises(CredentialsInvalid, match="go together"):
+        EtcdCredentials(tls_ca=str(files.ca), tls_cert=str(files.cert))
+    with pytest.raises(CredentialsInvalid, match="needs tls_ca"):
+        EtcdCredentials(tls_cert=str(files.cert), tls_key=str(files.key))
+    with pytest.raises(CredentialsInvalid, match="go together"):
+        EtcdCredentials(user="root")
+    with pytest.raises(CredentialsInvalid, match="unencrypted"):
+        EtcdClient(("127.0.0.1:2379", "etcd.example:2379"), credentials=root())
+    for wrong in (
+        EtcdCredentials(tls_ca=str(tmp_path / "none.pem")),
+        EtcdCredentials(tls_ca=str(files.key)),
+        EtcdCredentials(tls_ca=str(files.ca), tls_cert=str(files.cert), tls_key=str(others.key)),
+    ):
+        with pytest.raises(CredentialsInvalid):
+            await EtcdClient(("127.0.0.1:1",), credentials=wrong).__aenter__()
+    assert PASSWORD not in repr(root())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Final, NoReturn
 
 from kvlease.registry.errors import Overloaded, RegistryUnavailable
@@ -33,6 +34,8 @@ class Committer:
         self._waiting: list[tuple[Changes, asyncio.Future[None]]] = []
         self._news = asyncio.Event()
         self._busy = False
+        self._storing: list[StoreChange] = []
+        self._lock = asyncio.Lock()
 
     async def carry_out(self, changes: Changes) -> None:
         """Wait until `changes`, and all before them, are stored and delivered.
@@ -57,6 +60,14 @@ class Committer:
         self._news.set()
         return done
 
+    def pending(self) -> list[StoreChange]:
+        """What is not known to be stored yet, in order."""
+        return [*self._storing, *(change for changes, _ in self._waiting for change in changes.stored)]
+
+    def no_commit_under_way(self) -> AbstractAsyncContextManager[None]:
+        """The store is asked for nothing inside; commands queue up as ever."""
+        return self._lock
+
     async def run(self) -> NoReturn:
         """Until cancelled."""
         while True:
@@ -64,9 +75,10 @@ class Committer:
             self._news.clear()
             batch, self._waiting = self._waiting, []
             self._busy = True
-            stored = [change for changes, _ in batch for change in changes.stored]
-            if stored:
-                await self._store_all(stored)
+            self._storing = [change for changes, _ in batch for change in changes.stored]
+            if self._storing:
+                await self._store_all(self._storing)
+            self._storing = []
             for changes, done in batch:
                 self._deliver(changes)
                 if not done.done():
@@ -76,7 +88,8 @@ class Committer:
     async def _store_all(self, stored: list[StoreChange]) -> None:
         while True:
             try:
-                await self._store.commit(stored)
+                async with self._lock:
+                    await self._store.commit(stored)
             except RegistryUnavailable:
                 await asyncio.sleep(STORE_RETRY_S)  # the order must hold, so nothing else can be done meanwhile
             else:

@@ -12,9 +12,9 @@ from collections import deque
 from typing import Final
 
 from kvlease.registry.errors import InvalidRequest, Limit
-from kvlease.registry.table_changes import SessionId
+from kvlease.registry.table_changes import EngineBeat, SessionId
 from kvlease.registry.table_leases import HeldLease, Tally
-from kvlease.registry.table_limits import HEARTBEAT_WINDOW
+from kvlease.registry.table_limits import HEARTBEAT_WINDOW, HOME_SILENT_MS
 from kvlease.registry.values import (
     FINGERPRINT_BYTES,
     INCARNATION_BYTES,
@@ -64,17 +64,21 @@ class EngineState:
         "clock",
         "deadlines",
         "departed",
+        "elsewhere",
         "engine",
         "expected_seq",
         "free_blocks",
         "generation",
         "heard_ms",
+        "home_heard_ms",
         "leases",
         "presenting",
         "session",
+        "strays",
         "suspect_told",
         "tallies",
         "total_blocks",
+        "unconfirmed",
         "valid_from",
         "void_reason",
     )
@@ -99,6 +103,14 @@ class EngineState:
         self.presenting = False
         """Between a hello and the last part of its snapshot."""
         self.departed = False
+        self.elsewhere = False
+        """Another replica is the engine's home: what is here is a copy."""
+        self.home_heard_ms: int | None = None
+        """When that replica last said that the engine has its session there."""
+        self.unconfirmed = 0
+        """Hellos taken here whose place in the store's order is not known yet."""
+        self.strays: tuple[LeaseId, ...] = ()
+        """Leases of earlier incarnations that were written meanwhile; to be cleared away if ours turns out later."""
         self.suspect_told = False
         self.announce: deque[LeaseId] = deque()
         """Leases whose watchers are still to be told of `suspect_told`."""
@@ -117,6 +129,32 @@ class EngineState:
         self.heard_ms = max(self.heard_ms, now_ms)
         if self.suspect_told:
             self.tell_suspect(suspect=False)
+
+    def hear_from_home(self, beat: EngineBeat, now_ms: int, suspect_after_ms: int) -> None:
+        """The replica that has the session says how the lender is."""
+        self.clock.hear(beat.now_lender_ms, now_ms)
+        self.home_heard_ms = now_ms
+        self.heard_ms = max(self.heard_ms, now_ms - beat.silent_ms)
+        self.free_blocks, self.total_blocks = beat.free_blocks, beat.total_blocks
+        if self.suspect_told and not self.is_suspect(now_ms, suspect_after_ms):
+            self.tell_suspect(suspect=False)
+
+    def beat(self, now_ms: int) -> EngineBeat:
+        """For the replicas that hold a copy."""
+        return EngineBeat(
+            engine_id=self.engine.engine_id,
+            incarnation=self.engine.incarnation,
+            now_lender_ms=self.clock.present_ms(now_ms),
+            silent_ms=self.silent_ms(now_ms),
+            free_blocks=self.free_blocks,
+            total_blocks=self.total_blocks,
+        )
+
+    def is_connected(self, now_ms: int) -> bool:
+        """Whether the engine has an open session, here or, as far as we were told lately, at its home."""
+        if not self.elsewhere:
+            return self.session is not None
+        return self.home_heard_ms is not None and now_ms - self.home_heard_ms < HOME_SILENT_MS
 
     def tell_suspect(self, *, suspect: bool) -> None:
         """Watchers are to be told, lease by lease, that the lender is silent, or back."""
@@ -185,7 +223,7 @@ class EngineState:
     def status(self, now_ms: int, suspect_after_ms: int) -> EngineStatus:
         return EngineStatus(
             engine=self.engine,
-            connected=self.session is not None,
+            connected=self.is_connected(now_ms),
             suspect=self.is_suspect(now_ms, suspect_after_ms),
             silent_ms=self.silent_ms(now_ms),
             leases=sum(tally.leases for tally in self.tallies.values()),
@@ -208,6 +246,7 @@ class EngineState:
             tallies.setdefault(lease.publication.tenant, Tally()).add(lease)
         assert self.tallies == tallies, f"tallies of {name}"
         assert not (self.departed and self.session is not None), f"session of {name}"
+        assert not (self.elsewhere and self.session is not None), f"home of {name}"
 
 
 def validate_engine(engine: Engine) -> None:

@@ -7,7 +7,7 @@ Invariant: every miss is counted with its reason; an operation that failed is no
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -15,8 +15,8 @@ from kvlease.registry import metrics
 from kvlease.registry.errors import Reason
 from kvlease.registry.service import RegistryService, WrappedService
 from kvlease.registry.shell import RegistryShell
-from kvlease.registry.store import Batch, Store
-from kvlease.registry.table_changes import LeaseGone, SessionId, StoreChange
+from kvlease.registry.store import Followed, Store
+from kvlease.registry.table_changes import EngineBeat, LeaseGone, SessionId, StoreChange
 from kvlease.registry.table_search import Found
 from kvlease.registry.values import (
     Alias,
@@ -135,14 +135,21 @@ class CountingStore:
         ends = metrics.REGISTRY_ENDS.counter(registry)
         self._ends = {reason: ends.labels(reason.value) for reason in EndReason}
 
+    @property
+    def shared(self) -> bool:
+        return self._inner.shared
+
     async def commit(self, changes: Sequence[StoreChange]) -> None:
         await self._inner.commit(changes)
         for change in changes:
             if isinstance(change, LeaseGone):
                 self._ends[change.reason].inc()
 
-    def others(self) -> AbstractAsyncContextManager[AsyncIterator[Batch]]:
-        return self._inner.others()
+    async def beat(self, number: int, beats: Sequence[EngineBeat]) -> None:
+        await self._inner.beat(number, beats)
+
+    def follow(self) -> AbstractAsyncContextManager[Followed]:
+        return self._inner.follow()
 
 
 class CallMetrics:

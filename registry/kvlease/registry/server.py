@@ -124,9 +124,16 @@ class RegistryServer:
 
         table = LeaseTable(settings.table_limits(), revision=1 + secrets.randbits(REVISION_BITS))
         store = CountingStore(self._store, self.metrics)
+        health_changes: asyncio.Queue[bool] = asyncio.Queue()
         shell = await stack.enter_async_context(
             RegistryShell(
-                table, store, self._clock, max_watchers=settings.max_watchers, keep_events=settings.keep_events
+                table,
+                store,
+                self._clock,
+                max_watchers=settings.max_watchers,
+                keep_events=settings.keep_events,
+                max_staleness_ms=settings.max_staleness_ms,
+                on_current=health_changes.put_nowait,
             )
         )
         gauges = LeaseGauges(shell, self.metrics)
@@ -159,7 +166,9 @@ class RegistryServer:
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await server.start()
         stack.push_async_callback(_stop, server, health_servicer, shell)
-        await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        if not store.shared:
+            health_changes.put_nowait(True)
+        stack.callback(tasks.create_task(_report(health_servicer, health_changes), name="kvlease health").cancel)
         _log.info("registry %s serves on %s, %s", self.replica_id, self.endpoint, access)
 
 
@@ -169,6 +178,14 @@ async def _stop(server: grpc.aio.Server, health_servicer: health.aio.HealthServi
     if not await shell.all_left(wait_s=DRAIN_S):
         _log.info("%d sessions are still open; their lenders will find out", shell.sessions)
     await server.stop(GRACE_S)
+
+
+async def _report(health_servicer: health.aio.HealthServicer, changes: asyncio.Queue[bool]) -> NoReturn:
+    """Health is whether this registry is current: load balancers and probes then know which replica to use."""
+    states = health_pb2.HealthCheckResponse
+    while True:
+        current = await changes.get()
+        await health_servicer.set(SERVICE, states.SERVING if current else states.NOT_SERVING)
 
 
 async def _refresh(gauges: LeaseGauges) -> NoReturn:

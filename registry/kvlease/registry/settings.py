@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, Self
 from kvlease.registry import flags
 from kvlease.registry.client_credentials import is_loopback
 from kvlease.registry.flags import Shown, split_address
+from kvlease.registry.replica import MAX_STALENESS_MS
 from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import is_id
 from pydantic import Field, field_validator, model_validator
@@ -67,6 +68,11 @@ class RegistrySettings(BaseSettings):
     )
     replica_id: Annotated[str, Shown("ID")] = Field(
         default="", description="name of this registry in logs and to lenders; random if not given"
+    )
+
+    max_staleness_ms: Ms = Field(
+        default=MAX_STALENESS_MS,
+        description="with a shared store, a registry out of contact with it for so long answers nothing",
     )
 
     heartbeat_interval_ms: Ms = Field(default=1_000, description="how often lenders are told to send a heartbeat")

@@ -8,7 +8,7 @@ Opened and closed by `async with`; its tasks are committer and ticker. Shutdown 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, NoReturn, Self
 
@@ -16,6 +16,7 @@ from kvlease.registry.clock import Clock
 from kvlease.registry.committer import Committer
 from kvlease.registry.errors import LenderSilent, RegistryUnavailable
 from kvlease.registry.outbox import Outbox
+from kvlease.registry.replica import MAX_STALENESS_MS, Replica
 from kvlease.registry.service import LeasePage
 from kvlease.registry.store import Store
 from kvlease.registry.table import LeaseTable
@@ -55,10 +56,26 @@ RENEWAL_SLACK_S: Final = 1.0
 class RegistryShell:
     """A `RegistryService` over one table."""
 
-    def __init__(self, table: LeaseTable, store: Store, clock: Clock, *, max_watchers: int, keep_events: int) -> None:
+    def __init__(
+        self,
+        table: LeaseTable,
+        store: Store,
+        clock: Clock,
+        *,
+        max_watchers: int,
+        keep_events: int,
+        max_staleness_ms: int = MAX_STALENESS_MS,
+        on_current: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        """`on_current` hears when this registry becomes current with a shared store, and when it is no longer."""
         self._table: Final = table
         self._clock: Final = clock
         self._committer: Final = Committer(store, self._deliver)
+        self._replica: Final = Replica(
+            table, store, clock, self._committer, max_staleness_ms=max_staleness_ms, on_current=self._current
+        )
+        self._shared: Final = store.shared
+        self._on_current: Final = on_current
         self._events: Final = EventLog(table.revision, keep=keep_events, max_watchers=max_watchers)
         self._outboxes: dict[SessionId, Outbox] = {}
         self._renewing: dict[LeaseId, set[asyncio.Future[RenewalSettled]]] = {}
@@ -73,6 +90,9 @@ class RegistryShell:
             self._tasks.create_task(self._committer.run(), name="kvlease committer"),
             self._tasks.create_task(self._tick(), name="kvlease ticker"),
         ]
+        if self._shared:
+            self._running.append(self._tasks.create_task(self._replica.follow(), name="kvlease replica"))
+            self._running.append(self._tasks.create_task(self._replica.beat(), name="kvlease beat"))
         return self
 
     async def __aexit__(
@@ -90,6 +110,11 @@ class RegistryShell:
     @property
     def watchers(self) -> int:
         return self._events.watchers
+
+    @property
+    def staleness_ms(self) -> int | None:
+        """At most so old is what is answered here; None: nothing is, because the store has not been read yet."""
+        return self._replica.staleness_ms
 
     def tallies(self) -> list[tuple[EngineId, TenantId, Tally]]:
         """How much each engine lends to each tenant."""
@@ -122,16 +147,20 @@ class RegistryShell:
     def resolve(self, queries: Sequence[ResolveQuery]) -> list[Found | Miss]:
         """For each prompt the best lease, or why there is none. Use them up before the next `await`.
 
-        Together, because what a batch shares is most of a resolve's cost. Raises InvalidRequest.
+        Together, because what a batch shares is most of a resolve's cost. Raises InvalidRequest; RegistryUnavailable,
+        as all reads do, if this replica is not current.
         """
+        self._replica.check()
         return self._table.find(queries, now_ms=self._clock.now_ms())
 
     def locate(self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located:
         """Where a conversation's KV is."""
+        self._replica.check()
         return self._table.locate(tenant, conversation, aliases, now_ms=self._clock.now_ms())
 
     def list_leases(self, wanted: LeaseFilter, *, after: LeaseId | None, limit: int) -> LeasePage:
         """Leases in order of their ids; a page may be short and not the last."""
+        self._replica.check()
         # The log's revision: what is in the table and not yet in the log will come as events.
         revision = self._events.revision
         leases, more = self._table.list_leases(wanted, after=after, limit=limit, now_ms=self._clock.now_ms())
@@ -139,10 +168,12 @@ class RegistryShell:
 
     def list_engines(self) -> Sequence[EngineStatus]:
         """Every engine that has not departed, by id."""
+        self._replica.check()
         return self._table.list_engines(now_ms=self._clock.now_ms())
 
     def watch(self, wanted: LeaseFilter, from_revision: int) -> Watch:
         """Events after `from_revision` (0: from now on). Raises Compacted, LimitReached, RegistryUnavailable."""
+        self._replica.check()
         if self._going_away:
             raise RegistryUnavailable("this registry is going away")
         return self._events.watch(wanted, from_revision)
@@ -157,6 +188,7 @@ class RegistryShell:
 
     async def renew(self, tenant: TenantId, lease_id: LeaseId, ttl_ms: int) -> RenewResult:
         """Pass the wish on to the lender and wait for its answer. Raises LenderSilent."""
+        self._replica.check()
         settled, changes = self._table.ask_renewal(tenant, lease_id, ttl_ms=ttl_ms, now_ms=self._clock.now_ms())
         if settled is None:
             settled = await self._settlement(lease_id, changes)
@@ -166,6 +198,7 @@ class RegistryShell:
 
     async def end(self, order: EndOrder) -> int:
         """End all leases that the order names; how many. In steps, so that others are served in between."""
+        self._replica.check()
         ended, more = 0, True
         while more:
             count, more, changes = self._table.end(order, now_ms=self._clock.now_ms())
@@ -177,6 +210,7 @@ class RegistryShell:
         self, tenant: TenantId, conversation: ConversationId, aliases: Sequence[Alias], ttl_ms: int
     ) -> None:
         """Further names for a conversation. Raises InvalidRequest, LimitReached."""
+        self._replica.check()
         now_ms = self._clock.now_ms()
         changes = self._table.name_conversation(tenant, conversation, aliases, ttl_ms=ttl_ms, now_ms=now_ms)
         await self._committer.carry_out(changes)
@@ -185,6 +219,7 @@ class RegistryShell:
 
     async def open_session(self, engine: Engine, now_lender_ms: int) -> Outbox:
         """Raises EngineIdInUse, InvalidRequest, LimitReached, RegistryUnavailable."""
+        self._replica.check()
         if self._going_away:
             raise RegistryUnavailable("this registry is going away")
         session, changes = self._table.hello(engine, now_lender_ms=now_lender_ms, now_ms=self._clock.now_ms())
@@ -248,6 +283,14 @@ class RegistryShell:
         await self._committer.carry_out(self._table.goodbye(session))
 
     # --- inside
+
+    def _current(self, current: bool) -> None:
+        """A registry that has lost the store sends its lenders away: another one may have it."""
+        if not current:
+            self._events.cut()
+            for outbox in self._outboxes.values():
+                outbox.close(RegistryUnavailable("this replica has no contact with the store: connect to another one"))
+        self._on_current(current)
 
     async def _settlement(self, lease_id: LeaseId, changes: Changes) -> RenewalSettled:
         settled: asyncio.Future[RenewalSettled] = asyncio.get_running_loop().create_future()

@@ -8,7 +8,7 @@ Invariant: `check` holds between any two commands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -21,15 +21,22 @@ from kvlease.registry.errors import (
 from kvlease.registry.table_changes import (
     NOTHING,
     AliasPut,
+    Batch,
     Changes,
     Draft,
+    EngineBeat,
+    RenewalAsked,
+    RenewalRefused,
     RenewalSettled,
     RenewPush,
     SessionId,
+    StoreChange,
+    StoredView,
 )
 from kvlease.registry.table_leases import HeldLease, Tally
 from kvlease.registry.table_ledger import Ledger
 from kvlease.registry.table_limits import TICK_WORK, TableLimits
+from kvlease.registry.table_replicas import Replicas
 from kvlease.registry.table_roster import Roster
 from kvlease.registry.table_search import Found, LeaseSearch
 from kvlease.registry.table_time import TableTime
@@ -69,6 +76,7 @@ class LeaseTable:
         self._roster = Roster(self.limits)
         self._search = LeaseSearch(self._ledger, self._aliases, self._roster.engines)
         self._time = TableTime(self._ledger, self._roster, self._aliases)
+        self._replicas = Replicas(self._ledger, self._roster, self._aliases)
 
     @property
     def revision(self) -> int:
@@ -88,7 +96,7 @@ class LeaseTable:
         it (if not, it is fenced: its leases end, its session closes); LimitReached.
         """
         draft = Draft()
-        session, state = self._roster.open(draft, engine, now_ms=now_ms)
+        session, state = self._roster.open(draft, engine, now_lender_ms=now_lender_ms, now_ms=now_ms)
         state.hear(now_lender_ms, now_ms)
         return session, draft.done()
 
@@ -163,7 +171,10 @@ class LeaseTable:
         draft = Draft()
         lease = self._ledger.index.by_id.get(lease_id)
         if lease is not None and lease.holder is state:
-            self._ledger.renewals.settle(draft, lease_id, status, state.remaining_ms(lease, now_ms))
+            remaining_ms = state.remaining_ms(lease, now_ms)
+            if self._ledger.renewals.asked_elsewhere(lease_id):
+                draft.stored.append(RenewalRefused(lease_id=lease_id, status=status, remaining_ms=remaining_ms))
+            self._ledger.renewals.settle(draft, lease_id, status, remaining_ms)
         return draft.done()
 
     def goodbye(self, session: SessionId) -> Changes:
@@ -190,11 +201,14 @@ class LeaseTable:
             ended = lease is not None or self._ledger.ended.reason_for(lease_id, tenant) is not None
             status = RenewStatus.ENDED if ended else RenewStatus.UNKNOWN
             return RenewalSettled(lease_id=lease_id, status=status), NOTHING
-        session = lease.holder.session
-        if session is None or lease.holder.is_suspect(now_ms, self.limits.suspect_after_ms):
-            raise LenderSilent("the lender has no session here")
+        holder = lease.holder
+        if not holder.is_connected(now_ms) or holder.is_suspect(now_ms, self.limits.suspect_after_ms):
+            raise LenderSilent("the lender has no session")
         if not self._ledger.renewals.ask(lease_id, ttl_ms, now_ms):
             return None, NOTHING
+        session = holder.session
+        if session is None:
+            return None, Changes(stored=(RenewalAsked(lease_id=lease_id, ttl_ms=ttl_ms),))
         return None, Changes(renewals=(RenewPush(session=session, lease_id=lease_id, ttl_ms=ttl_ms),))
 
     def end(self, order: EndOrder, *, now_ms: int, limit: int = TICK_WORK) -> tuple[int, bool, Changes]:
@@ -258,6 +272,20 @@ class LeaseTable:
             for engine_id, state in self._roster.engines.items()
             for tenant, tally in state.tallies.items()
         ]
+
+    # --- other replicas
+
+    def beats(self, *, now_ms: int) -> tuple[EngineBeat, ...]:
+        """See `Replicas.beats`."""
+        return self._replicas.beats(now_ms)
+
+    def apply(self, batch: Batch, *, now_ms: int) -> Changes:
+        """See `Replicas.apply`."""
+        return self._replicas.apply(batch, now_ms)
+
+    def replace(self, view: StoredView, pending: Iterable[StoreChange], *, now_ms: int) -> Changes:
+        """See `Replicas.replace`."""
+        return self._replicas.replace(view, pending, now_ms)
 
     # --- time
 

@@ -45,7 +45,11 @@ class LeaseGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePut:
+    """The replica that says so has the engine's session: it is the engine's home from now on."""
+
     engine: Engine
+    now_lender_ms: int
+    """Of the hello: the lender's clock has never shown less since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,72 @@ class AliasPut:
     ttl_ms: int
 
 
-StoreChange = LeasePut | LeaseGone | EnginePut | EngineGone | AliasPut
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewalAsked:
+    """For the replica that is the lender's home. A message: kept nowhere."""
+
+    lease_id: LeaseId
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewalRefused:
+    """The lender's answer to `RenewalAsked` when it declines. A message: kept nowhere."""
+
+    lease_id: LeaseId
+    status: RenewStatus
+    remaining_ms: int
+
+
+StoreChange = LeasePut | LeaseGone | EnginePut | EngineGone | AliasPut | RenewalAsked | RenewalRefused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBeat:
+    """What a home knows of a lender that has its session there."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    now_lender_ms: int
+    """The lender's clock as the home estimates it: never ahead of the lender."""
+    silent_ms: int
+    """Since the lender was last heard."""
+    free_blocks: int
+    total_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEngine:
+    """An engine in the store. `own`: this replica wrote it last."""
+
+    put: EnginePut
+    own: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredView:
+    """Everything in the store at one moment."""
+
+    engines: tuple[StoredEngine, ...] = ()
+    leases: tuple[LeasePut, ...] = ()
+    aliases: tuple[AliasPut, ...] = ()
+    """With what is left of their ttl."""
+    beats: tuple[EngineBeat, ...] = ()
+    """The last ones of each replica, of unknown age."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one commit, or one beat, put into the store: whole, in the store's order."""
+
+    changes: tuple[StoreChange, ...] = ()
+    beats: tuple[EngineBeat, ...] = ()
+    own: bool = False
+    """Written by the replica that is reading it."""
+    expired: bool = False
+    """Written by no replica: the store let keys go whose time was over."""
+    beat_number: int | None = None
+    """For an own beat: which one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

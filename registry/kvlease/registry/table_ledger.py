@@ -40,7 +40,7 @@ from kvlease.registry.values import (
     RenewStatus,
 )
 
-_INFERRED: Final = frozenset({EndReason.EXPIRED, EndReason.LENDER_LOST})
+INFERRED: Final = frozenset({EndReason.EXPIRED, EndReason.LENDER_LOST})
 """Ends that the registry concluded from silence or from its idea of the lender's clock. A lender that presents such a
 lease in a snapshot knows better. Every other end was asked for or reported, and is for good."""
 
@@ -120,7 +120,7 @@ class Ledger:
                 self._present(draft, known, publication, now_ms)
             return PublishResult(lease_id=lease_id, status=PublishStatus.PUBLISHED)
         ended = self.ended.reason(lease_id)
-        if ended is not None and not (presented and ended in _INFERRED):
+        if ended is not None and not (presented and ended in INFERRED):
             return PublishResult(lease_id=lease_id, status=PublishStatus.ENDED, message=ended.value)
         if publication.on_deadline is OnDeadline.END and publication.deadline_ms <= holder.clock.present_ms(now_ms):
             return PublishResult(
@@ -146,7 +146,7 @@ class Ledger:
     def renew(self, draft: Draft, lease: HeldLease, deadline_ms: int, now_ms: int) -> None:
         """The lender moved the deadline, and pinned the blocks again if they had lapsed."""
         self.index.retime(lease, deadline_ms=deadline_ms, lapsed=False)
-        self._put(draft, lease)
+        draft.stored.append(self.put(lease))
         self.note(draft, LeaseEventType.RENEWED, lease, now_ms)
         remaining_ms = lease.holder.remaining_ms(lease, now_ms)
         self.renewals.settle(draft, lease.publication.lease_id, RenewStatus.RENEWED, remaining_ms)
@@ -156,12 +156,45 @@ class Ledger:
         self.index.retime(lease, deadline_ms=lease.deadline_ms, lapsed=True)
         self.note(draft, LeaseEventType.LAPSED, lease, now_ms)
 
-    def end(self, draft: Draft, lease: HeldLease, reason: EndReason, now_ms: int, *, push: bool = True) -> None:
-        """For good. `push`: tell the lender, if it is here; False if it was the lender that told us."""
+    def copy(self, draft: Draft, publication: Publication, holder: EngineState, now_ms: int) -> None:
+        """Take in what the home of `holder` says of a lease: new, or with another deadline or state."""
+        lease_id = publication.lease_id
+        known: HeldLease | None = self.index.by_id.get(lease_id)
+        if known is None:
+            self.ended.forget(lease_id)
+            lease = HeldLease(publication, holder, used_ms=now_ms)
+            self.index.add(lease)
+            self.note(draft, LeaseEventType.PUBLISHED, lease, now_ms)
+            return
+        lapsed = has_lapsed(publication)
+        if known.generation < holder.valid_from:
+            holder.present(known)
+        if known.deadline_ms == publication.deadline_ms and (known.lapsed == lapsed or not lapsed):
+            return  # nothing new; that it has lapsed we may have found out before its home said so
+        self.index.retime(known, deadline_ms=publication.deadline_ms, lapsed=lapsed)
+        self.note(draft, LeaseEventType.LAPSED if lapsed else LeaseEventType.RENEWED, known, now_ms)
+        if not lapsed:
+            self.renewals.settle(draft, lease_id, RenewStatus.RENEWED, holder.remaining_ms(known, now_ms))
+
+    def end(
+        self,
+        draft: Draft,
+        lease: HeldLease,
+        reason: EndReason,
+        now_ms: int,
+        *,
+        push: bool = True,
+        store: bool = True,
+    ) -> None:
+        """For good. `push`: tell the lender, if it is here; False if it was the lender that told us.
+
+        `store`: False for what another replica has to write, or has written.
+        """
         lease_id = lease.publication.lease_id
         self.index.remove(lease)
         self.ended.remember(lease_id, lease.publication.tenant, reason)
-        draft.stored.append(LeaseGone(lease_id=lease_id, reason=reason))
+        if store:
+            draft.stored.append(LeaseGone(lease_id=lease_id, reason=reason))
         self.note(draft, LeaseEventType.ENDED, lease, now_ms, reason)
         session = lease.holder.session
         if push and session is not None:
@@ -174,23 +207,22 @@ class Ledger:
         lease.holder.present(lease)
         if moved:
             self.index.retime(lease, deadline_ms=publication.deadline_ms, lapsed=lapsed)
-            self._put(draft, lease)
+            draft.stored.append(self.put(lease))
             kind = LeaseEventType.LAPSED if lapsed else LeaseEventType.RENEWED
             self.note(draft, kind, lease, now_ms)
 
     def _insert(self, draft: Draft, publication: Publication, holder: EngineState, now_ms: int) -> None:
         lease = HeldLease(publication, holder, used_ms=now_ms)
         self.index.add(lease)
-        self._put(draft, lease)
+        draft.stored.append(self.put(lease))
         self.note(draft, LeaseEventType.PUBLISHED, lease, now_ms)
 
-    def _put(self, draft: Draft, lease: HeldLease) -> None:
+    def put(self, lease: HeldLease) -> LeasePut:
+        """The lease as the store has to have it."""
         publication, engine = lease.publication, lease.holder.engine
         if publication.deadline_ms != lease.deadline_ms or publication.lapsed != lease.lapsed:
             publication = replace(publication, deadline_ms=lease.deadline_ms, lapsed=lease.lapsed)
-        draft.stored.append(
-            LeasePut(engine_id=engine.engine_id, incarnation=engine.incarnation, publication=publication)
-        )
+        return LeasePut(engine_id=engine.engine_id, incarnation=engine.incarnation, publication=publication)
 
     def _limit_met(self, publication: Publication, holder: EngineState, covered: list[HeldLease]) -> str | None:
         """The name of the limit that one more lease would exceed, counting what it supersedes as gone."""

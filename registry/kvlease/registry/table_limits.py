@@ -19,6 +19,9 @@ TICK_WORK: Final = 32
 HEARTBEAT_WINDOW: Final = 32
 """Heartbeats over which the lender's present is the maximum: one late heartbeat must not set its clock back."""
 
+HOME_SILENT_MS: Final = 3_000
+"""After so long without a word from the replica that had an engine's session, the engine counts as disconnected."""
+
 ALIAS_SWEEP_MS: Final = 10_000
 """How often expired aliases are dropped. Reads look at the expiry themselves, so this only gives memory back."""
 

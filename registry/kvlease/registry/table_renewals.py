@@ -14,26 +14,31 @@ from kvlease.registry.values import LeaseId, RenewStatus
 
 
 class Renewals:
-    """Lease id -> (longest ttl asked, when to give up, on our clock)."""
+    """Lease id -> (longest ttl asked, when to give up, on our clock, whether another replica asked too)."""
 
     __slots__ = ("_pending", "_wait_ms")
 
     def __init__(self, *, wait_ms: int) -> None:
         self._wait_ms = wait_ms
-        self._pending: dict[LeaseId, tuple[int, int]] = {}
+        self._pending: dict[LeaseId, tuple[int, int, bool]] = {}
 
     def __iter__(self) -> Iterator[LeaseId]:
         return iter(self._pending)
 
-    def ask(self, lease_id: LeaseId, ttl_ms: int, now_ms: int) -> bool:
+    def ask(self, lease_id: LeaseId, ttl_ms: int, now_ms: int, *, elsewhere: bool = False) -> bool:
         """Whether the lender must be pushed: nobody has asked yet, or not for that long."""
         waiting = self._pending.get(lease_id)
-        if waiting is not None and waiting[0] >= ttl_ms:
-            return False
+        if waiting is None:
+            self._pending[lease_id] = (ttl_ms, now_ms + self._wait_ms, elsewhere)
+            return True
         # Whoever asked before waits no longer than before, so an entry that exists keeps its place and its time.
-        give_up_ms = waiting[1] if waiting is not None else now_ms + self._wait_ms
-        self._pending[lease_id] = (ttl_ms, give_up_ms)
-        return True
+        self._pending[lease_id] = (max(ttl_ms, waiting[0]), waiting[1], elsewhere or waiting[2])
+        return waiting[0] < ttl_ms
+
+    def asked_elsewhere(self, lease_id: LeaseId) -> bool:
+        """Whether another replica waits for the answer."""
+        waiting = self._pending.get(lease_id)
+        return waiting is not None and waiting[2]
 
     def settle(self, draft: Draft, lease_id: LeaseId, status: RenewStatus | None, remaining_ms: int) -> None:
         """Answer everyone who asked, if anyone did."""
@@ -46,12 +51,12 @@ class Renewals:
     def give_up(self, draft: Draft, now_ms: int) -> None:
         """Settle those whose lender stayed silent."""
         while self._pending:
-            lease_id, (_, give_up_ms) = next(iter(self._pending.items()))
+            lease_id, (_, give_up_ms, _) = next(iter(self._pending.items()))
             if give_up_ms > now_ms:
                 return
             self.settle(draft, lease_id, None, 0)
 
     def check(self) -> None:
         """Raises AssertionError."""
-        give_ups = [give_up_ms for _, give_up_ms in self._pending.values()]
+        give_ups = [give_up_ms for _, give_up_ms, _ in self._pending.values()]
         assert give_ups == sorted(give_ups), "order of renewals"

@@ -14,7 +14,7 @@ from typing import Final
 from kvlease.registry.engines import EngineState, validate_engine
 from kvlease.registry.errors import EngineIdInUse, KvleaseError, LimitReached, NoSession, SessionGap, SessionReplaced
 from kvlease.registry.table_changes import Draft, EngineGone, EnginePut, SessionClosed, SessionId
-from kvlease.registry.table_limits import TableLimits
+from kvlease.registry.table_limits import HOME_SILENT_MS, TableLimits
 from kvlease.registry.values import EndReason, Engine, EngineId, Incarnation
 
 
@@ -29,16 +29,19 @@ class Roster:
         self._sessions: dict[SessionId, EngineState] = {}
         self._last_session = 0
 
-    def open(self, draft: Draft, engine: Engine, *, now_ms: int) -> tuple[SessionId, EngineState]:
+    def open(self, draft: Draft, engine: Engine, *, now_lender_ms: int, now_ms: int) -> tuple[SessionId, EngineState]:
         """A new session. Raises InvalidRequest, EngineIdInUse, LimitReached."""
         validate_engine(engine)
         state = self.engines.get(engine.engine_id)
         if state is not None and state.engine.incarnation != engine.incarnation:
-            if state.session is not None and not state.is_suspect(now_ms, self._limits.suspect_after_ms):
+            if state.is_connected(now_ms) and not state.is_suspect(now_ms, self._limits.suspect_after_ms):
                 wait_ms = self._limits.suspect_after_ms - state.silent_ms(now_ms)
+                if state.elsewhere:
+                    wait_ms = min(wait_ms, HOME_SILENT_MS)
                 raise EngineIdInUse("another incarnation of this engine id is connected", retry_after_ms=wait_ms)
             fenced = SessionReplaced("fenced by a new incarnation of the same engine id")
             self.depart(draft, state, EndReason.LENDER_LOST, fenced)
+            state.elsewhere = False  # to clear it out of the store is up to whoever fences it
             state = None
         if state is None:
             if len(self.engines) >= self._limits.max_engines:
@@ -50,8 +53,31 @@ class Roster:
         session = SessionId(self._last_session)
         self._sessions[session] = state
         state.begin(engine, session)
-        draft.stored.append(EnginePut(engine=engine))
+        state.elsewhere = False
+        state.unconfirmed += 1
+        draft.stored.append(EnginePut(engine=engine, now_lender_ms=now_lender_ms))
         return session, state
+
+    def follow(self, put: EnginePut, now_ms: int, *, heard: bool) -> EngineState:
+        """An engine whose home is another replica. Not `heard`: suspect, until its home says how it is."""
+        state = self.engines[put.engine.engine_id] = EngineState(put.engine)
+        state.elsewhere = True
+        state.clock.hear(put.now_lender_ms, now_ms)
+        state.heard_ms = now_ms if heard else now_ms - self._limits.suspect_after_ms
+        state.home_heard_ms = now_ms if heard else None
+        state.suspect_told = not heard
+        return state
+
+    def yield_home(self, draft: Draft, state: EngineState, put: EnginePut, now_ms: int, *, heard: bool) -> None:
+        """The engine's session is at another replica now; its leases here become a copy."""
+        self._close(draft, state, SessionReplaced("the lender has a newer session at another replica"))
+        state.engine = put.engine
+        state.elsewhere = True
+        state.presenting = False
+        state.clock.hear(put.now_lender_ms, now_ms)
+        if heard:
+            state.home_heard_ms = now_ms
+            state.heard_ms = max(state.heard_ms, now_ms)
 
     def state(self, session: SessionId) -> EngineState:
         """The engine of an open session. Raises SessionReplaced if it was closed or replaced."""

@@ -36,8 +36,10 @@ class TableTime:
         for state in self._roster.engines.values():
             if state.announce:
                 return self._ticked_ms
-            wait_ms = self._limits.session_ttl_ms if state.suspect_told else self._limits.suspect_after_ms
-            wakes.append(state.heard_ms + wait_ms)
+            if not state.suspect_told:
+                wakes.append(state.heard_ms + self._limits.suspect_after_ms)
+            elif not state.elsewhere:
+                wakes.append(state.heard_ms + self._limits.session_ttl_ms)
             if state.deadlines:
                 wakes.append(state.clock.ours_ms(state.deadlines[0][0]))
         give_up_ms = self._ledger.renewals.next_give_up_ms()
@@ -68,7 +70,7 @@ class TableTime:
         lost: list[EngineState] = []
         for state in self._roster.engines.values():
             silent_ms = state.silent_ms(now_ms)
-            if silent_ms >= self._limits.session_ttl_ms:
+            if silent_ms >= self._limits.session_ttl_ms and not state.elsewhere:  # a copy goes with the original
                 lost.append(state)
             elif silent_ms >= self._limits.suspect_after_ms and not state.suspect_told:
                 state.tell_suspect(suspect=True)
@@ -79,7 +81,7 @@ class TableTime:
         for key, state in list(self._roster.sweeps.items()):
             gone = state.withdrawn(work)
             for lease in gone:
-                self._ledger.end(draft, lease, state.void_reason, now_ms, push=False)
+                self._ledger.end(draft, lease, state.void_reason, now_ms, push=False, store=not state.elsewhere)
             work -= len(gone)
             if work <= 0:
                 break
@@ -101,7 +103,7 @@ class TableTime:
             lease = state.leases[state.deadlines[0][1]]
             reason = self._ledger.end_due(lease, now_ms)
             if reason is not None:
-                self._ledger.end(draft, lease, reason, now_ms, push=False)
+                self._ledger.end(draft, lease, reason, now_ms, push=False, store=not state.elsewhere)
             else:
                 self._ledger.lapse(draft, lease, now_ms)
             work -= 1

@@ -33,6 +33,8 @@ class EventLog:
         self._waiting: set[asyncio.Future[None]] = set()
         self._watchers = 0
         self._closed = False
+        self.cuts = 0
+        """How often all watches there were have been ended."""
 
     @property
     def watchers(self) -> int:
@@ -48,6 +50,11 @@ class EventLog:
     def close(self) -> None:
         """End every watch, after what is there has been read."""
         self._closed = True
+        self._wake()
+
+    def cut(self) -> None:
+        """End the watches there are, at once: what is here may not be told any more. Later ones are welcome."""
+        self.cuts += 1
         self._wake()
 
     def watch(self, wanted: LeaseFilter, from_revision: int) -> Watch:
@@ -105,6 +112,7 @@ class Watch:
     def __init__(self, log: EventLog, wanted: LeaseFilter, cursor: int) -> None:
         self._log: Final = log
         self._wanted: Final = wanted
+        self._cuts: Final = log.cuts
         self.revision = cursor
         """Everything up to here has been delivered."""
 
@@ -125,7 +133,7 @@ class Watch:
         Raises Compacted.
         """
         events = await self._log.read(self.revision, wait_s=wait_s)
-        if events is None:
+        if events is None or self._log.cuts != self._cuts:
             return None
         if events:
             self.revision = events[-1].revision

@@ -1,0 +1,138 @@
+"""A registry's part as one of several on a store: takes in what the others write, beats, and knows how current it is.
+
+Asyncio, no gRPC. Two tasks: one follows the store, one writes a beat each second. A beat that comes back through the
+store proves that everything written before it was sent has been taken in: so a replica that the store cannot reach, or
+that cannot reach the store, in either direction, finds out.
+Invariant: `staleness_ms` is never less than the age of the oldest write of another replica that is missing here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from kvlease.registry.clock import Clock
+from kvlease.registry.committer import STORE_RETRY_S, Committer
+from kvlease.registry.errors import Compacted, RegistryUnavailable
+from kvlease.registry.store import Followed, Store
+from kvlease.registry.table import LeaseTable
+
+BEAT_S: Final = 1.0
+"""Between two beats: other replicas learn so often how the lenders here are."""
+BEAT_WAIT_S: Final = 2.0
+"""For the store to take one."""
+
+MAX_STALENESS_MS: Final = 5_000
+"""After so long without contact with a shared store, a registry answers nothing. Longer than etcd takes to elect."""
+
+_log = logging.getLogger(__name__)
+
+
+class Replica:
+    """Follows one store for one table."""
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        store: Store,
+        clock: Clock,
+        committer: Committer,
+        *,
+        max_staleness_ms: int,
+        on_current: Callable[[bool], None],
+    ) -> None:
+        """`on_current` hears when this replica becomes current, or has not been for `max_staleness_ms`."""
+        self._table: Final = table
+        self._store: Final = store
+        self._clock: Final = clock
+        self._committer: Final = committer
+        self._max_staleness_ms: Final = max_staleness_ms
+        self._on_current: Final = on_current
+        self._alone: Final = not store.shared
+        self._as_of_ms: int | None = None
+        self._sent: dict[int, int] = {}
+        """When beats that have not come back were written, by number."""
+        self._told = False
+
+    @property
+    def staleness_ms(self) -> int | None:
+        """At most so old is what this replica knows; None: it has never been current."""
+        if self._alone:
+            return 0
+        return None if self._as_of_ms is None else self._clock.now_ms() - self._as_of_ms
+
+    @property
+    def current(self) -> bool:
+        """Whether what is here may be answered."""
+        return self._alone or (
+            self._as_of_ms is not None and self._clock.now_ms() - self._as_of_ms <= self._max_staleness_ms
+        )
+
+    def check(self) -> None:
+        """Raises RegistryUnavailable if this replica is not current."""
+        if not self._alone and not self.current:
+            raise RegistryUnavailable("this replica has no contact with the store: ask another one")
+
+    async def follow(self) -> NoReturn:
+        """Take in what is in the store and what others write. Until cancelled."""
+        while True:
+            try:
+                async with self._committer.no_commit_under_way():
+                    following = self._store.follow()
+                    followed = await following.__aenter__()
+                try:
+                    await self._take_in(followed)
+                finally:
+                    await following.__aexit__(None, None, None)
+            except Compacted as error:
+                _log.warning("the store is loaded again: %s", error)
+            except RegistryUnavailable as error:
+                _log.debug("the store cannot be read: %s", error)
+                await asyncio.sleep(STORE_RETRY_S)
+
+    async def beat(self) -> NoReturn:
+        """Write beats, and say when this replica stops being current, or is again. Until cancelled."""
+        number = 0
+        while True:
+            started_ms = self._clock.now_ms()
+            number += 1
+            self._sent[number] = started_ms
+            if len(self._sent) > 2 * self._max_staleness_ms / (BEAT_S * 1000) + 8:
+                del self._sent[next(iter(self._sent))]
+            try:
+                async with asyncio.timeout(BEAT_WAIT_S):
+                    await self._store.beat(number, self._table.beats(now_ms=started_ms))
+            except (RegistryUnavailable, TimeoutError) as error:
+                _log.debug("beat %d did not reach the store: %s", number, error)
+            self._tell()
+            await asyncio.sleep(max(0.05, BEAT_S - (self._clock.now_ms() - started_ms) / 1000))
+            self._tell()
+
+    async def _take_in(self, followed: Followed) -> None:
+        pending = self._committer.pending()
+        self._committer.enqueue(self._table.replace(followed.view, pending, now_ms=self._clock.now_ms()))
+        async for batch in followed.batches:
+            changes = self._table.apply(batch, now_ms=self._clock.now_ms())
+            if changes:
+                self._committer.enqueue(changes)
+            if batch.beat_number is not None:
+                self._came_back(batch.beat_number)
+
+    def _came_back(self, number: int) -> None:
+        sent_ms = self._sent.pop(number, None)
+        if sent_ms is not None:
+            self._as_of_ms = max(sent_ms, self._as_of_ms or sent_ms)
+            self._tell()
+
+    def _tell(self) -> None:
+        current = self.current
+        if current == self._told:
+            return
+        self._told = current
+        if current:
+            _log.info("current with the store")
+        else:
+            _log.warning("no contact with the store for %s ms: nothing is answered until there is", self.staleness_ms)
+        self._on_current(current)

@@ -33,6 +33,8 @@ _CLOCKS_MS: Final = 10**9
 _DOWN_MS: Final = 60
 """A party that crashed is back after so long at most."""
 _SESSIONS_BACK_MS: Final = 100
+_IN_FLIGHT_MS: Final = 20
+"""A lease may end at any time, and its registry hears of it a little later."""
 _CLEAN: Final = TenantId("clean")
 
 
@@ -228,18 +230,21 @@ class Simulation:
     def _agree(self) -> None:
         """Once sessions are back, one registry knows of exactly the leases that lenders hold, and no other of any."""
         self.world.run(self.world.now_ms + self.plan.suspect_ms)
+        self._wait_for(lambda: not self._differences(), _IN_FLIGHT_MS)
+        for difference in self._differences():
+            self.judge.found(Fault.STUCK, difference)
+
+    def _differences(self) -> list[str]:
+        """What registries believe that is not so."""
         first, *others = self.registries
-        elsewhere = [
-            lease_id for registry in others for x in self.lenders for lease_id in registry.known(EngineId(x.name))
-        ]
-        self.judge.expect(not elsewhere, Fault.STUCK, f"a registry that was left knows of {sorted(elsewhere)}")
+        found: list[str] = []
         for lender in self.lenders:
-            known = first.known(EngineId(lender.name))
-            self.judge.expect(
-                len(known) == len(lender.holder) and all(lease_id in lender.holder for lease_id in known),
-                Fault.STUCK,
-                f"{lender.name} holds {len(lender.holder)} leases, the registry knows of {sorted(known)}",
-            )
+            engine_id = EngineId(lender.name)
+            known = first.known(engine_id)
+            if len(known) != len(lender.holder) or not all(lease_id in lender.holder for lease_id in known):
+                found.append(f"{lender.name} holds {len(lender.holder)} leases, the registry knows of {sorted(known)}")
+            found += [f"{x.name} was left and knows of {lender.name}" for x in others if x.known(engine_id)]
+        return found
 
     def _borrow_clean(self) -> None:
         """With nothing wrong, a prompt that goes on from a finished turn borrows what is common.

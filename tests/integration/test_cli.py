@@ -7,116 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from kvlease.registry.client import RegistryClient
-from kvlease.registry.client_channel import connected, open_channel
-from kvlease.registry.client_credentials import Credentials
 from kvlease.v1 import registry_pb2 as pb
-from kvlease.v1.registry_pb2_grpc import RegistryStub
 
 from tests.integration.certificates import Authority
-from tests.integration.raw_session import RawSession, digests, lease
+from tests.integration.cli_process import ended, registry, run
+from tests.integration.raw_session import digests
 from tests.integration.registry_peer import free_port
 
-LIMIT_S = 30.0
-"""A Python process that imports gRPC, on a busy machine."""
-COMMANDS = ("registry", "router", "leases", "engines", "end", "drain", "resolve", "watch", "doctor")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def lines(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-async def _start(*arguments: str, **environment: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvlease.cli",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **environment},
-    )
-
-
-async def _ended(process: asyncio.subprocess.Process) -> Outcome:
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode is not None
-    return Outcome(status=process.returncode, out=out.decode(), err=err.decode())
-
-
-async def _run(*arguments: str, **environment: str) -> Outcome:
-    return await _ended(await _start(*arguments, **environment))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    endpoint: str
-    process: asyncio.subprocess.Process
-    lender: RawSession
-
-    async def ask(self, command: str, *arguments: str) -> Outcome:
-        return await _run(command, "--registry", self.endpoint, *arguments)
-
-
-@asynccontextmanager
-async def _registry(*arguments: str, credentials: Credentials | None = None) -> AsyncIterator[Running]:
-    """A registry process, and a lender in it with one lease."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    own = ("--listen", endpoint, "--metrics-listen", "none", "--log-format", "json")
-    patient = ("--suspect-after-ms", "60000", "--session-ttl-ms", "120000")  # the lender sends no heartbeats
-    process = await _start("registry", *own, *patient, *arguments)
-    try:
-        async with RegistryClient(endpoint, credentials=credentials) as client:
-            await connected(client.channel, timeout_ms=int(LIMIT_S * 1_000), patient=True)
-        async with open_channel(endpoint, credentials) as channel:
-            lender = RawSession(RegistryStub(channel))
-            await lender.start(held=[lease("a", "xyz")])
-            yield Running(endpoint=endpoint, process=process, lender=lender)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+COMMANDS = ("registry", "router", "leases", "engines", "end", "drain", "resolve", "watch", "doctor", "bench")
 
 
 async def test_help_version_and_wrong_usage() -> None:
-    shown, version, wrong = await asyncio.gather(_run("--help"), _run("--version"), _run("nonsense"))
+    shown, version, wrong = await asyncio.gather(run("--help"), run("--version"), run("nonsense"))
     assert shown.status == 0
     assert all(command in shown.out for command in (*COMMANDS, "exit status"))
     assert (version.status, version.out.split()[0]) == (0, "kvlease")
     assert wrong.status == 2
 
 
-@pytest.mark.parametrize("command", ["registry", "leases", "resolve", "watch", "drain", "doctor"])
+@pytest.mark.parametrize("command", ["registry", "leases", "resolve", "watch", "drain", "doctor", "bench"])
 async def test_each_command_has_help(command: str) -> None:
-    shown = await _run(command, "--help")
+    shown = await run(command, "--help")
     assert shown.status == 0
     assert f"usage: kvlease {command}" in shown.out
 
 
 async def test_a_wrong_setting_is_said_with_its_flag_and_variable() -> None:
-    outcome = await _run("registry", "--store", "etcd://somewhere", KVLEASE_REGISTRY_LISTEN="nowhere")
+    outcome = await run("registry", "--store", "etcd://somewhere", KVLEASE_REGISTRY_LISTEN="nowhere")
     assert outcome.status == 2
     assert "--listen (KVLEASE_REGISTRY_LISTEN): must be HOST:PORT" in outcome.err
     assert "--store (KVLEASE_REGISTRY_STORE): etcd is not available" in outcome.err
@@ -124,14 +46,14 @@ async def test_a_wrong_setting_is_said_with_its_flag_and_variable() -> None:
 
 async def test_no_registry_is_a_failure_with_its_address() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    outcome = await _run("leases", "--registry", endpoint)
+    outcome = await run("leases", "--registry", endpoint)
     assert outcome.status == 1
     assert endpoint in outcome.err
     assert outcome.out == ""
 
 
 async def test_what_operators_ask() -> None:
-    async with _registry() as running:
+    async with registry() as running:
         leases, engines, hit, miss = await asyncio.gather(
             running.ask("leases", "--json"),
             running.ask("engines", "--json"),
@@ -151,11 +73,11 @@ async def test_what_operators_ask() -> None:
 
 
 async def test_an_end_is_seen_by_a_watch() -> None:
-    async with _registry() as running:
+    async with registry() as running:
         async with RegistryClient(running.endpoint) as client:
             revision = (await client.list_leases()).revision
-        ended = await running.ask("end", "--tenant", "acme", "--conversation", "chat", "--json")
-        assert ended.lines == [{"ended": 1}]
+        done = await running.ask("end", "--tenant", "acme", "--conversation", "chat", "--json")
+        assert done.lines == [{"ended": 1}]
         watched, again = await asyncio.gather(
             running.ask("watch", "--from-revision", str(revision), "--count", "1", "--json"),
             running.ask("end", "--tenant", "acme", "--conversation", "chat"),
@@ -168,7 +90,7 @@ async def test_an_end_is_seen_by_a_watch() -> None:
 
 
 async def test_a_drain_ends_what_an_engine_lends() -> None:
-    async with _registry() as running:
+    async with registry() as running:
         drained, unknown = await asyncio.gather(
             running.ask("drain", "d0", "--json"), running.ask("drain", "nothing-like-it")
         )
@@ -193,11 +115,11 @@ async def _serve_health(port: int) -> asyncio.Server:
 
 async def test_a_doctor_tells_an_engine_that_does_not_lend_from_one_that_is_down() -> None:
     up, down = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-    async with _registry() as running, await _serve_health(int(up.rpartition(":")[2])):
+    async with registry() as running, await _serve_health(int(up.rpartition(":")[2])):
         well, ill, away = await asyncio.gather(
             running.ask("doctor", "--decode", "http://d0/v1", "--decode", f"d0@{down}", "--json"),
             running.ask("doctor", "--decode", up, "--decode", down, "--json"),
-            _run("doctor", "--registry", f"127.0.0.1:{free_port()}"),
+            run("doctor", "--registry", f"127.0.0.1:{free_port()}"),
         )
         assert well.status == 0, well.out
         assert {x["about"] for x in well.lines} >= {"registry", "health", "session", "decode"}
@@ -215,11 +137,11 @@ async def test_commands_prove_who_they_are(tmp_path: Path) -> None:
     engine = authority.client("engine", "kvlease://lender/d0?tenant=*")
     own = authority.client("me", "kvlease://operator/me")
     files = ("--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-ca", str(server.ca))
-    async with _registry(*files, credentials=engine.credentials) as running:
+    async with registry(*files, credentials=engine.credentials) as running:
         mine = {"KVLEASE_TLS_CA": str(own.ca), "KVLEASE_TLS_CERT": str(own.cert), "KVLEASE_TLS_KEY": str(own.key)}
         flags = ("--tls-ca", str(engine.ca), "--tls-cert", str(engine.cert), "--tls-key", str(engine.key))
         known, wrong_role, nobody, unusable = await asyncio.gather(
-            _run("leases", "--json", KVLEASE_REGISTRY=running.endpoint, **mine),
+            run("leases", "--json", KVLEASE_REGISTRY=running.endpoint, **mine),
             running.ask("leases", *flags),
             running.ask("doctor"),
             running.ask("leases", "--tls-ca", str(tmp_path / "missing")),
@@ -232,13 +154,13 @@ async def test_commands_prove_who_they_are(tmp_path: Path) -> None:
 
 
 async def test_sigterm_stops_the_registry_in_good_order() -> None:
-    async with _registry() as running:
+    async with registry() as running:
         running.process.send_signal(signal.SIGTERM)
         while (pushed := await running.lender.hear()).WhichOneof("message") != "reconnect":
             pass
         assert pushed.WhichOneof("message") == "reconnect"
         await running.lender.close()
-        outcome = await _ended(running.process)
+        outcome = await ended(running.process)
         assert outcome.status == 0
         messages = [json.loads(line)["message"] for line in outcome.err.splitlines()]
         assert any("serves on" in x for x in messages)

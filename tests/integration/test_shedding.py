@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 import pytest
+from kvlease.cli.bench import BenchTerms, measure
 from kvlease.registry.calls import CallInterceptor
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.client_channel import SERVER_OPTIONS
@@ -27,6 +28,7 @@ from kvlease.registry.store import MemoryStore
 from kvlease.registry.table import LeaseTable
 from kvlease.registry.values import (
     ConversationId,
+    EngineId,
     Hit,
     LeaseId,
     Miss,
@@ -40,7 +42,7 @@ from kvlease.v1 import registry_pb2 as pb
 from prometheus_client import CollectorRegistry
 
 from tests.integration.raw_session import LENDER_NOW_MS, RawSession, lease, raw_stub
-from tests.integration.registry_peer import until
+from tests.integration.registry_peer import eventually, until
 
 LIMIT_MS = 100
 TENANT = TenantId("acme")
@@ -98,6 +100,35 @@ async def test_resolves_are_shed_with_a_reason_and_a_hint() -> None:
         assert (retry_hint_ms(shed.value) or 0) > 0
         assert it.counted("misses", reason="overloaded") == 2
         assert it.counted("resolves", outcome="miss") == 2
+
+
+BENCH = BenchTerms(
+    tenant=TenantId("bench"),
+    engine_id=EngineId("bench"),
+    leases=3,
+    tokens=64,
+    seconds=0.05,
+    callers=2,
+    timeout_ms=5_000,
+)
+
+
+async def test_a_bench_does_not_start_where_resolves_are_shed_and_stops_when_they_begin_to_be() -> None:
+    async with edge() as it:
+        assert (await measure(it.client, BENCH)).figures[0].calls == 3
+        held = len(await it.client.list_engines())
+        stop = asyncio.create_task(measure(it.client, replace(BENCH, seconds=60)))
+
+        async def has_begun() -> bool:
+            return any(x.leases for x in await it.client.list_engines() if x.engine.engine_id == BENCH.engine_id)
+
+        await eventually(has_begun, "a lease of the bench")
+        it.load(LIMIT_MS)
+        with pytest.raises(Overloaded, match="began to refuse"):
+            await stop
+        with pytest.raises(Overloaded, match="refuses resolves already"):
+            await measure(it.client, BENCH)
+        assert len(await it.client.list_engines()) == held, "nothing of it stays"
 
 
 async def test_leases_stay_true_while_resolves_are_shed() -> None:

@@ -11,12 +11,15 @@ from dataclasses import replace
 import pytest
 from kvlease.cli.diagnosis import DecodeEngine, Finding, Grade, examine
 from kvlease.cli.doctor import parse_decode
-from kvlease.registry.values import Engine, EngineId, EngineStatus, Fingerprint, Incarnation
+from kvlease.registry.values import Engine, EngineId, EngineStatus, Fingerprint, Incarnation, RegistryStatus, Survey
 
 REGISTRY = "registry.example:7411"
+OWN = "0.3.1"
 
 
-def engine(name: str, *, version: str = "vllm 0.32.0", dtype: str = "bf16", **labels: str) -> Engine:
+def engine(
+    name: str, *, version: str = f"kvlease {OWN}, vllm 0.32.0, nixl 1.5.1", dtype: str = "bf16", **labels: str
+) -> Engine:
     own = {"lease_ttl_ms": "480000", "on_deadline": "lapse", "side_channel": f"{name}.example:5600", **labels}
     return Engine(
         engine_id=EngineId(name),
@@ -44,15 +47,20 @@ def status(of: Engine, *, connected: bool = True, suspect: bool = False) -> Engi
 SOUND = (status(engine("d0")), status(engine("d1")))
 
 
+def survey(statuses: Sequence[EngineStatus], *, version: str = OWN, shedding: bool = False) -> Survey:
+    registry = RegistryStatus(replica_id="registry-0", version=version, shedding=shedding)
+    return Survey(registry=registry, engines=tuple(statuses))
+
+
 def faults(statuses: Sequence[EngineStatus], *decode: DecodeEngine, registry: str = REGISTRY) -> list[Finding]:
-    return [x for x in examine(registry, statuses, decode) if x.grade is not Grade.OK]
+    return [x for x in examine(registry, survey(statuses), decode, own_version=OWN) if x.grade is not Grade.OK]
 
 
 def test_a_sound_fleet_has_no_faults_and_says_what_was_looked_at() -> None:
     decode = (DecodeEngine(url="http://d0.example:8000"), DecodeEngine(url="http://other", engine_id="d1"))
     assert faults(SOUND, *decode) == []
-    looked_at = {x.about for x in examine(REGISTRY, SOUND, decode)}
-    assert looked_at == {"session", "lease_ttl_ms", "on_deadline", "version", "decode"}
+    looked_at = {x.about for x in examine(REGISTRY, survey(SOUND), decode, own_version=OWN)}
+    assert looked_at == {"kvlease", "session", "lease_ttl_ms", "on_deadline", "version", "decode"}
 
 
 @pytest.mark.parametrize(
@@ -121,3 +129,29 @@ def test_decode_engines_are_written_as_for_the_router() -> None:
     for text in ("d0:8000", "ftp://d0", "", "http://user@d0"):
         with pytest.raises(ValueError, match="ENGINE_ID"):
             parse_decode(text)
+
+
+def of_registry(told: Survey) -> list[Finding]:
+    return [x for x in examine(REGISTRY, told, own_version=OWN) if x.about in ("kvlease", "load")]
+
+
+def test_versions_of_registry_engines_and_command_are_compared() -> None:
+    (same,) = of_registry(survey(SOUND))
+    assert (same.grade, same.subject, same.text) == (Grade.OK, "registry-0", f"the same everywhere: {OWN}")
+    (older,) = of_registry(survey(SOUND, version="0.3.0"))
+    assert (older.grade, older.text) == (
+        Grade.WARNING,
+        f"versions differ: 0.3.0 on registry; {OWN} on this command, d0, d1",
+    )
+    (silent,) = of_registry(survey(SOUND, version=""))
+    assert silent.grade is Grade.WARNING
+    assert "older" in silent.text
+    strange = [status(engine("d0", version=f"vllm 0.32.0, kvlease {OWN}")), status(engine("d1", version="something"))]
+    (told,) = of_registry(survey(strange))
+    assert told.grade is Grade.OK, "an engine that does not say its kvlease is not compared"
+
+
+def test_a_registry_that_refuses_resolves_is_a_problem() -> None:
+    (load, _) = of_registry(survey(SOUND, shedding=True))
+    assert (load.about, load.grade, load.subject) == ("load", Grade.PROBLEM, REGISTRY)
+    assert "resolves" in load.text

@@ -1794,20 +1794,56 @@ class ListEnginesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINES_FIELD_NUMBER: _builtins.int
+    REGISTRY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
+    @_builtins.property
+    def registry(self) -> Global___RegistryStatus:
+        """who answered; absent in registries before this field"""
+
     def __init__(
         self,
         *,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
+        registry: Global___RegistryStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["registry", b"registry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "registry", b"registry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListEnginesResponse: _TypeAlias = ListEnginesResponse  # noqa: Y015
+
+@_typing.final
+class RegistryStatus(_message.Message):
+    """The registry that answered, for operators."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SHEDDING_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """as in Welcome"""
+    version: _builtins.str
+    """of its kvlease"""
+    shedding: _builtins.bool
+    """it has more to do than it can: resolves are refused at present"""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        version: _builtins.str = ...,
+        shedding: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_id", b"replica_id", "shedding", b"shedding", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegistryStatus: _TypeAlias = RegistryStatus  # noqa: Y015
 
 @_typing.final
 class EngineStatus(_message.Message):

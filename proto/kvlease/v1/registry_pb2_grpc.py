@@ -198,7 +198,7 @@ class RegistryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListEngines(self, request, context):
-        """Every engine with a session or with leases, and its state.
+        """Every engine with a session or with leases, and its state; and the registry that says so.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

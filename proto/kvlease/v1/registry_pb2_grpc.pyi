@@ -114,7 +114,7 @@ class RegistryStub:
     Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Locate.
     """
     ListEngines: _grpc.UnaryUnaryMultiCallable[_registry_pb2.ListEnginesRequest, _registry_pb2.ListEnginesResponse]
-    """Every engine with a session or with leases, and its state."""
+    """Every engine with a session or with leases, and its state; and the registry that says so."""
 
 @_typing.type_check_only
 class RegistryAsyncStub(RegistryStub):
@@ -183,7 +183,7 @@ class RegistryAsyncStub(RegistryStub):
     Codes: RESOURCE_EXHAUSTED / OVERLOADED, as Locate.
     """
     ListEngines: _aio.UnaryUnaryMultiCallable[_registry_pb2.ListEnginesRequest, _registry_pb2.ListEnginesResponse]  # type: ignore[assignment]
-    """Every engine with a session or with leases, and its state."""
+    """Every engine with a session or with leases, and its state; and the registry that says so."""
 
 class RegistryServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -315,6 +315,6 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.ListEnginesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.ListEnginesResponse, _abc.Awaitable[_registry_pb2.ListEnginesResponse]]:
-        """Every engine with a session or with leases, and its state."""
+        """Every engine with a session or with leases, and its state; and the registry that says so."""
 
 def add_RegistryServicer_to_server(servicer: RegistryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvlease.cli import exits
 
@@ -23,6 +24,9 @@ CREDENTIALS: Final = {
     "tls-key": "its private key",
     "token-file": "your bearer token, where callers are known by tokens",
 }
+BENCH: Final = "kvlease-bench"
+_BEGINNING: Final = "the beginning of an id will do where no other lease shares it"
+Number = TypeVar("Number", int, float)
 SERVICES: Final = ("registry", "router")
 
 
@@ -49,20 +53,13 @@ def _serve(service: str, arguments: list[str]) -> int:
     return serve(arguments)
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("kvlease")
-    except PackageNotFoundError:
-        return "unknown (not installed)"
-
-
 class _Version(argparse.Action):
     """Looks the version up only when asked: it reads files."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        sys.stdout.write(f"kvlease {_version()}\n")
+        from kvlease.registry.release import installed_version
+
+        sys.stdout.write(f"kvlease {installed_version()}\n")
         parser.exit(exits.DONE)
 
 
@@ -83,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
     end = _question(commands, "end", "end leases, for good; what is ended or unknown already is no error")
     target = end.add_mutually_exclusive_group(required=True)
-    target.add_argument("--lease", metavar="ID", help="one lease of the tenant")
+    target.add_argument("--lease", metavar="ID", help=f"one lease of the tenant; {_BEGINNING}")
     target.add_argument("--conversation", metavar="ID", help="a conversation of the tenant")
     target.add_argument("--engine", metavar="ID", help="all leases of an engine, whatever the tenant (a drain)")
     target.add_argument("--whole-tenant", action="store_true", help="all leases of the tenant")
@@ -103,11 +100,29 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     resolve = _question(commands, "resolve", "find the lease that a borrower would get")
-    resolve.add_argument("--lease", metavar="ID", help="this lease")
+    resolve.add_argument("--lease", metavar="ID", help=f"this lease; {_BEGINNING}")
     resolve.add_argument("--conversation", metavar="ID", help="the longest lease of this conversation")
     resolve.add_argument("--digests", metavar="HEX", help="the longest common prefix with this digest chain")
     resolve.add_argument("--stride-tokens", type=int, default=64, metavar="N", help="tokens a digest (default 64)")
     _tenant(resolve)
+
+    bench = _question(
+        commands,
+        "bench",
+        "measure a running registry from here, with a lender and leases of its own, which it takes back",
+    )
+    bench.add_argument("--tenant", default=BENCH, metavar="ID", help="one that nobody uses (default %(default)s)")
+    bench.add_argument("--engine-id", default=BENCH, metavar="ID", help="of its lender (default %(default)s)")
+    bench.add_argument("--leases", type=_within(1, 10_000), default=100, metavar="N", help="(default %(default)s)")
+    bench.add_argument(
+        "--tokens", type=_within(64, 131_072), default=8_192, metavar="N", help="a lease (default %(default)s)"
+    )
+    bench.add_argument(
+        "--seconds", type=_within(0.1, 60.0), default=2.0, metavar="S", help="each of six parts (default %(default)s)"
+    )
+    bench.add_argument(
+        "--callers", type=_within(1, 256), default=32, metavar="N", help="that ask at once (default %(default)s)"
+    )
 
     watch = _question(commands, "watch", "show lease events as they happen, until interrupted")
     watch.add_argument("--from-revision", type=int, default=0, metavar="N", help="events after it (default: from now)")
@@ -123,6 +138,7 @@ def _question(
     parser.add_argument(
         "--registry",
         default=os.environ.get("KVLEASE_REGISTRY") or DEFAULT_REGISTRY,
+        type=_address,
         metavar="HOST:PORT",
         help="(default: KVLEASE_REGISTRY, or %(default)s)",
     )
@@ -136,6 +152,7 @@ def _question(
 
 
 def _selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lease", default="", metavar="ID", help="whose ids begin like this only")
     parser.add_argument("--tenant", metavar="ID", help="of this tenant only")
     parser.add_argument("--engine", metavar="ID", help="on this engine only")
     parser.add_argument("--conversation", metavar="ID", help="of this conversation only")
@@ -154,8 +171,26 @@ def _decode(text: str) -> DecodeEngine:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _address(text: str) -> str:
+    """HOST:PORT as it is. gRPC would take a URL for the name of a host and say that it cannot find it."""
+    if "://" in text and text.split("://", 1)[0] in ("http", "https", "grpc", "grpcs"):
+        scheme, rest = text.split("://", 1)
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT without {scheme}://: {rest.partition('/')[0]}")
+    return text
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def _within(low: Number, high: Number) -> Callable[[str], Number]:
+    def number(text: str) -> Number:
+        value = type(low)(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {low}-{high}")
+        return value
+
+    return number

@@ -6,6 +6,7 @@ Invariant: what is in order is said too, so that an empty list can only mean tha
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvlease.registry.client_credentials import is_loopback
-from kvlease.registry.values import Engine, EngineStatus
+from kvlease.registry.values import Engine, EngineStatus, RegistryStatus, Survey
 from kvlease.router.routes import base_url
 
 SAME_EVERYWHERE: Final = ("lease_ttl_ms", "on_deadline", "stride_tokens", "recompute_threshold")
 """Labels of engines that should not differ within a fleet. Engines that do not have one are left out."""
 _MODEL: Final = "model"
+_KVLEASE: Final = re.compile(r"(?:^|, )kvlease ([^,\s]+)")
+"""In what an engine says of its versions."""
 
 
 class Grade(StrEnum):
@@ -49,10 +52,18 @@ class DecodeEngine:
     fault: str = ""
 
 
-def examine(registry: str, statuses: Sequence[EngineStatus], decode: Sequence[DecodeEngine] = ()) -> list[Finding]:
-    """All findings about engines. `registry`: the HOST:PORT that was asked."""
+def examine(
+    registry: str, survey: Survey, decode: Sequence[DecodeEngine] = (), *, own_version: str = ""
+) -> list[Finding]:
+    """All findings about the registry and its engines.
+
+    `registry`: the HOST:PORT that was asked; `own_version`: of the kvlease that asks.
+    """
+    statuses = survey.engines
     engines = [status.engine for status in statuses]
     return [
+        *_load(registry, survey.registry),
+        *_releases(own_version, survey.registry, engines),
         *_sessions(statuses),
         *_labels(engines),
         *_versions(engines),
@@ -60,6 +71,43 @@ def examine(registry: str, statuses: Sequence[EngineStatus], decode: Sequence[De
         *_addresses(registry, engines),
         *(_lends(x, statuses) for x in decode),
     ]
+
+
+def _load(registry: str, status: RegistryStatus) -> Iterable[Finding]:
+    if status.shedding:
+        yield Finding(
+            grade=Grade.PROBLEM,
+            about="load",
+            subject=registry,
+            text="refuses resolves: it has more to do than it can",
+            advice="see in its metrics who asks so much, and what else runs on its host; give it a core of its own",
+        )
+
+
+def _releases(own_version: str, registry: RegistryStatus, engines: Sequence[Engine]) -> Iterable[Finding]:
+    """Versions of kvlease itself: of the registry, of the engines that say theirs, and of this command."""
+    pairs = [("registry", registry.version or None), ("this command", own_version or None)]
+    pairs += [(engine.engine_id, found[1]) for engine in engines if (found := _KVLEASE.search(engine.version))]
+    values = _by_value(pairs)
+    subject = registry.replica_id or "registry"
+    if not registry.version:
+        yield Finding(
+            grade=Grade.WARNING,
+            about="kvlease",
+            subject=subject,
+            text="does not say its version: it is older than this command",
+            advice="update the registry; registries go before engines and routers",
+        )
+    elif len(values) > 1:
+        yield Finding(
+            grade=Grade.WARNING,
+            about="kvlease",
+            subject=subject,
+            text=f"versions differ: {_listed(values)}",
+            advice="expected during an upgrade; bring all to one version, registries first",
+        )
+    else:
+        yield Finding(grade=Grade.OK, about="kvlease", subject=subject, text=f"the same everywhere: {registry.version}")
 
 
 def _sessions(statuses: Sequence[EngineStatus]) -> Iterable[Finding]:

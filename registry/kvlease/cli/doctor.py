@@ -16,9 +16,11 @@ from typing import Final
 
 import grpc.aio
 from kvlease.cli.diagnosis import DecodeEngine, Finding, Grade, examine
+from kvlease.cli.faults import advice
 from kvlease.registry.client import RegistryClient
-from kvlease.registry.errors import KvleaseError, PermissionDenied, Unauthenticated
+from kvlease.registry.errors import KvleaseError
 from kvlease.registry.errors_grpc import from_rpc_error
+from kvlease.registry.release import installed_version
 from kvlease.router.routes import base_url
 
 SERVICE: Final = "kvlease.v1.Registry"
@@ -39,29 +41,30 @@ async def examine_deployment(
     """All findings; if the registry does not answer, only that."""
     started = time.perf_counter()
     try:
-        statuses = await client.list_engines(timeout_ms=timeout_ms)
+        survey = await client.survey(timeout_ms=timeout_ms)
     except KvleaseError as error:
         return [_unreachable(registry, error)]
     took_ms = (time.perf_counter() - started) * 1_000
     findings = [
-        Finding(grade=Grade.OK, about="registry", subject=registry, text=f"answers within {took_ms:.0f} ms"),
+        Finding(
+            grade=Grade.OK,
+            about="registry",
+            subject=registry,
+            text=f"{survey.registry.replica_id or 'one that does not give its name'} answers within {took_ms:.0f} ms",
+        ),
         await _health(client, registry, timeout_ms),
     ]
     asked = await asyncio.gather(*(asyncio.to_thread(_ask, x, timeout_ms) for x in decode))
-    return findings + examine(registry, statuses, asked)
+    return findings + examine(registry, survey, asked, own_version=installed_version())
 
 
 def _unreachable(registry: str, error: KvleaseError) -> Finding:
-    if isinstance(error, (Unauthenticated, PermissionDenied)):
-        advice = "give --tls-ca, --tls-cert and --tls-key, or --token-file, of a router or an operator"
-    else:
-        advice = "see that `kvlease registry` runs there, and whether it wants TLS (--tls-ca)"
     return Finding(
         grade=Grade.PROBLEM,
         about="registry",
         subject=registry,
         text=f"{error.message} ({error.reason.value})",
-        advice=advice,
+        advice=advice(error) or "see its log",
     )
 
 
@@ -82,8 +85,8 @@ async def _health(client: RegistryClient, registry: str, timeout_ms: int) -> Fin
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_ms / 1_000)
     except grpc.aio.AioRpcError as error:
         text = f"does not say: {from_rpc_error(error).message}"
-        advice = "see whether a proxy stands between that does not pass the health service on"
-        return Finding(grade=Grade.PROBLEM, about="health", subject=registry, text=text, advice=advice)
+        to_do = "see whether a proxy stands between that does not pass the health service on"
+        return Finding(grade=Grade.PROBLEM, about="health", subject=registry, text=text, advice=to_do)
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return Finding(grade=Grade.OK, about="health", subject=registry, text="serving")

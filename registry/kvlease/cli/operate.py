@@ -1,4 +1,4 @@
-"""Operators' questions to a registry, over the public client: leases, engines, end, drain, resolve, watch, doctor.
+"""Operators' questions to a registry, over the public client: leases, engines, end, drain, resolve, watch and so on.
 
 Asks and prints; decides nothing. Results go to stdout, faults to stderr.
 """
@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import count
 
 from kvlease.cli import exits
 from kvlease.cli.diagnosis import Grade
 from kvlease.cli.doctor import examine_deployment
+from kvlease.cli.faults import sentence
+from kvlease.cli.lease_ids import begun_by, starting
 from kvlease.cli.render import Output
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.client_credentials import Credentials, CredentialsInvalid
-from kvlease.registry.errors import InvalidRequest, KvleaseError
+from kvlease.registry.errors import Compacted, InvalidRequest, KvleaseError
 from kvlease.registry.values import (
     DIGEST_BYTES,
     ConversationId,
@@ -26,6 +30,8 @@ from kvlease.registry.values import (
     Hit,
     LeaseFilter,
     LeaseId,
+    Miss,
+    MissReason,
     ResolveQuery,
     TenantId,
 )
@@ -42,9 +48,14 @@ def main(options: argparse.Namespace) -> int:
         sys.stderr.write(f"kvlease {options.command}: {error}\n")
         return exits.USAGE
     except KvleaseError as error:
-        sys.stderr.write(f"kvlease {options.command}: {options.registry}: {error.message} ({error.reason.value})\n")
+        sys.stderr.write(f"kvlease {options.command}: {sentence(options.registry, error)}\n")
         return exits.FAILED
-    except (KeyboardInterrupt, BrokenPipeError):
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        if options.command != "bench":
+            return exits.DONE
+        sys.stderr.write("kvlease bench: interrupted; its leases were taken back\n")
+        return exits.FAILED
+    except BrokenPipeError:
         return exits.DONE
 
 
@@ -54,34 +65,56 @@ async def _run(options: argparse.Namespace) -> int:
         match options.command:
             case "leases":
                 found = await client.list_leases(_selection(options), timeout_ms=options.timeout_ms)
-                output.leases(found)
+                output.leases(replace(found, leases=tuple(starting(found.leases, options.lease))))
             case "engines":
                 output.engines(await client.list_engines(timeout_ms=options.timeout_ms))
             case "end":
-                output.ended(await _end(client, options))
+                await _end(client, options, output)
             case "drain":
                 return await _drain(client, options, output)
+            case "bench":
+                return await _bench(client, options, output)
             case "doctor":
                 return await _doctor(client, options, output)
             case "resolve":
-                answer = await client.resolve_unary(_query(options), timeout_ms=options.timeout_ms)
-                output.answer(answer, stride_tokens=options.stride_tokens)
-                return exits.DONE if isinstance(answer, Hit) else exits.MISS
+                return await _resolve(client, options, output)
             case "watch":
                 await _watch(client, options, output)
     return exits.DONE
 
 
-async def _end(client: RegistryClient, options: argparse.Namespace) -> int:
-    tenant = TenantId(options.tenant)
+async def _end(client: RegistryClient, options: argparse.Namespace, output: Output) -> None:
+    tenant, timeout_ms = TenantId(options.tenant), options.timeout_ms
     if options.lease is not None:
-        return await client.end_lease(tenant, LeaseId(options.lease), timeout_ms=options.timeout_ms)
-    if options.conversation is not None:
+        await _end_lease(client, tenant, LeaseId(options.lease), timeout_ms, output)
+    elif options.conversation is not None:
         conversation = ConversationId(options.conversation)
-        return await client.end_conversation(tenant, conversation, timeout_ms=options.timeout_ms)
-    if options.engine is not None:
-        return await client.end_engine(EngineId(options.engine), timeout_ms=options.timeout_ms)
-    return await client.end_tenant(tenant, timeout_ms=options.timeout_ms)
+        output.ended(await client.end_conversation(tenant, conversation, timeout_ms=timeout_ms))
+    elif options.engine is not None:
+        output.ended(await client.end_engine(EngineId(options.engine), timeout_ms=timeout_ms))
+    else:
+        output.ended(await client.end_tenant(tenant, timeout_ms=timeout_ms))
+
+
+async def _end_lease(
+    client: RegistryClient, tenant: TenantId, lease_id: LeaseId, timeout_ms: int, output: Output
+) -> None:
+    ended = await client.end_lease(tenant, lease_id, timeout_ms=timeout_ms)
+    if not ended and (whole := await begun_by(client, tenant, lease_id, timeout_ms=timeout_ms)) is not None:
+        ended, lease_id = await client.end_lease(tenant, whole, timeout_ms=timeout_ms), whole
+    output.ended(ended, lease_id if ended else None)
+
+
+async def _resolve(client: RegistryClient, options: argparse.Namespace, output: Output) -> int:
+    query, timeout_ms = _query(options), options.timeout_ms
+    answer = await client.resolve_unary(query, timeout_ms=timeout_ms)
+    unknown = isinstance(answer, Miss) and answer.reason is MissReason.UNKNOWN
+    if unknown and query.lease_id is not None and not query.digests:
+        whole = await begun_by(client, query.tenant, query.lease_id, timeout_ms=timeout_ms)
+        if whole is not None:
+            answer = await client.resolve_unary(query._replace(lease_id=whole), timeout_ms=timeout_ms)
+    output.answer(answer, stride_tokens=options.stride_tokens)
+    return exits.DONE if isinstance(answer, Hit) else exits.MISS
 
 
 async def _drain(client: RegistryClient, options: argparse.Namespace, output: Output) -> int:
@@ -92,6 +125,29 @@ async def _drain(client: RegistryClient, options: argparse.Namespace, output: Ou
         return exits.FAILED
     output.ended(await client.end_engine(engine_id, EndReason.DRAINED, timeout_ms=options.timeout_ms))
     return exits.DONE
+
+
+async def _bench(client: RegistryClient, options: argparse.Namespace, output: Output) -> int:
+    from kvlease.cli.bench import BenchTerms, measure
+
+    task = asyncio.current_task()
+    if task is not None:  # so that leases are taken back then, too
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    terms = BenchTerms(
+        tenant=TenantId(options.tenant),
+        engine_id=EngineId(options.engine_id),
+        leases=options.leases,
+        tokens=options.tokens,
+        seconds=options.seconds,
+        callers=options.callers,
+        timeout_ms=options.timeout_ms,
+    )
+    report = await measure(client, terms)
+    output.report(options.registry, report)
+    failed = sum(figure.failed for figure in report.figures)
+    if failed:
+        sys.stderr.write(f"kvlease bench: {failed} calls did not find the lease that they asked for, or not in time\n")
+    return exits.FAILED if failed else exits.DONE
 
 
 async def _doctor(client: RegistryClient, options: argparse.Namespace, output: Output) -> int:
@@ -110,13 +166,23 @@ def _credentials(options: argparse.Namespace) -> Credentials:
 
 
 async def _watch(client: RegistryClient, options: argparse.Namespace, output: Output) -> None:
-    shown = count(1)
-    async with aclosing(client.watch(_selection(options), from_revision=options.from_revision)) as news:
-        async for item in news:
-            for event in item.events:
-                output.event(event)
-                if next(shown) == options.count:
-                    return
+    """Events until there were as many as wanted. Where some are lost, what there is now is listed in their place."""
+    selection, revision, shown = _selection(options), options.from_revision, count(1)
+    while True:
+        try:
+            async with aclosing(client.watch(selection, from_revision=revision)) as news:
+                async for item in news:
+                    for event in item.events:
+                        if not event.lease.lease_id.startswith(options.lease):
+                            continue
+                        output.event(event)
+                        if next(shown) == options.count:
+                            return
+        except Compacted as error:
+            sys.stderr.write(f"kvlease watch: {error.message}; listing what there is now, and going on from there\n")
+            found = await client.list_leases(selection, timeout_ms=options.timeout_ms)
+            output.listed(replace(found, leases=tuple(starting(found.leases, options.lease))))
+            revision = found.revision
 
 
 def _selection(options: argparse.Namespace) -> LeaseFilter:
@@ -128,6 +194,10 @@ def _selection(options: argparse.Namespace) -> LeaseFilter:
 
 
 def _query(options: argparse.Namespace) -> ResolveQuery:
+    if not (options.lease or options.conversation or options.digests):
+        raise InvalidRequest(
+            "give --lease ID, --conversation ID or --digests HEX; `kvlease leases` shows what there is"
+        )
     try:
         digests = bytes.fromhex(options.digests or "")
     except ValueError as error:

@@ -10,12 +10,20 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvlease.cli.diagnosis import Finding
-from kvlease.registry.values import DIGEST_BYTES, EngineStatus, Hit, LeaseEvent, LeaseList, LeaseView, Miss
+from kvlease.registry.values import DIGEST_BYTES, EngineStatus, Hit, LeaseEvent, LeaseId, LeaseList, LeaseView, Miss
 
-Json = Mapping[str, str | int | bool | Mapping[str, str] | None]
+if TYPE_CHECKING:
+    from kvlease.cli.bench import Report
+    from kvlease.cli.bench_figures import Figure
+
+Json = Mapping[str, str | int | float | bool | Mapping[str, str] | None]
+
+
+LISTED: Final = "listed"
+"""In the place of an event's type: not an event, but what there is."""
 
 
 class Output:
@@ -56,12 +64,14 @@ class Output:
         ]
         _table(("engine", "state", "silent", "leases", "leased", "free blocks", "url", "version"), rows)
 
-    def ended(self, count: int) -> None:
+    def ended(self, count: int, lease_id: LeaseId | None = None) -> None:
+        """`lease_id`: which, if one was named."""
         if self._as_json:
-            _line({"ended": count})
-        else:
-            hint = "" if count else ": none matched, or all had ended; see kvlease leases for whole ids"
-            sys.stdout.write(f"{count} leases ended{hint}\n")
+            _line({"ended": count} if lease_id is None else {"ended": count, "lease_id": lease_id})
+            return
+        hint = "" if count else ": none matched, or all had ended; see kvlease leases"
+        which = "" if lease_id is None else f": {lease_id}"
+        sys.stdout.write(f"{count} {'lease' if count == 1 else 'leases'} ended{which}{hint}\n")
 
     def findings(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
@@ -71,6 +81,31 @@ class Output:
             sys.stdout.write(f"{finding.grade.value:8}{finding.about}: {finding.subject}: {finding.text}\n")
             if finding.advice:
                 sys.stdout.write(f"{'':8}to do: {finding.advice}\n")
+
+    def report(self, registry: str, report: Report) -> None:
+        """Of `kvlease bench`. `registry`: HOST:PORT."""
+        about: Json = {
+            "registry": registry,
+            "replica_id": report.registry.replica_id,
+            "version": report.registry.version,
+            "tokens": report.tokens,
+            "record_bytes": report.record_bytes,
+            "leases": report.leases,
+        }
+        if self._as_json:
+            _line({"what": "about", **about})
+            for figure in report.figures:
+                _line({name: round(x, 3) if isinstance(x, float) else x for name, x in asdict(figure).items()})
+            return
+        sys.stdout.write(
+            f"{registry}: {report.registry.replica_id}, kvlease {report.registry.version}; {report.leases} leases of "
+            f"{report.tokens} tokens, a record of {report.record_bytes} bytes each\n"
+        )
+        rows = [
+            (_together(x), _latency(x.p50_ms), _latency(x.p99_ms), f"{x.rate:.0f} /s", str(x.calls), str(x.failed))
+            for x in report.figures
+        ]
+        _table(("what", "p50", "p99", "rate", "calls", "failed"), rows)
 
     def answer(self, answer: Hit | Miss, *, stride_tokens: int) -> None:
         if isinstance(answer, Miss):
@@ -98,14 +133,21 @@ class Output:
             f"{_seconds(answer.remaining_ms)} left\n"
         )
 
+    def listed(self, found: LeaseList) -> None:
+        """What there is, in the place of events that are not kept any more."""
+        for lease in found.leases:
+            self._news(found.revision, LISTED, lease)
+
     def event(self, event: LeaseEvent) -> None:
-        lease = event.lease
+        self._news(event.revision, event.type.value, event.lease)
+
+    def _news(self, revision: int, what: str, lease: LeaseView) -> None:
         if self._as_json:
-            _line({"revision": event.revision, "type": event.type.value, **_lease(lease)})
+            _line({"revision": revision, "type": what, **_lease(lease)})
         else:
             why = f" ({lease.end_reason.value})" if lease.end_reason is not None else ""
             sys.stdout.write(
-                f"{event.revision} {event.type.value}{why} lease {lease.lease_id} of {lease.tenant}, "
+                f"{revision} {what}{why} lease {lease.lease_id} of {lease.tenant}, "
                 f"conversation {lease.conversation or '-'}, on {lease.engine_id}, {lease.tokens} tokens\n"
             )
         sys.stdout.flush()
@@ -181,6 +223,14 @@ def _blocks(lease: LeaseView) -> str:
 
 def _left(lease: LeaseView) -> str:
     return _seconds(lease.remaining_ms)
+
+
+def _together(figure: Figure) -> str:
+    return figure.what if figure.callers == 1 else f"{figure.what}, {figure.callers} at once"
+
+
+def _latency(value_ms: float | None) -> str:
+    return "-" if value_ms is None else f"{value_ms:.2f} ms"
 
 
 def _seconds(value_ms: int) -> str:

@@ -44,10 +44,10 @@ from kvlease.registry.values import (
     PublishResult,
     RenewResult,
     ResolveQuery,
+    Survey,
     TenantId,
 )
 from kvlease.registry.wire import (
-    decode_engine_status,
     decode_event,
     decode_lease,
     decode_publish_result,
@@ -66,6 +66,7 @@ from kvlease.registry.wire_resolve import (
     encode_naming,
     encode_query,
 )
+from kvlease.registry.wire_survey import decode_survey
 from kvlease.v1 import registry_pb2 as pb
 from kvlease.v1.registry_pb2_grpc import RegistryStub
 
@@ -286,8 +287,12 @@ class RegistryClient:
 
     async def list_engines(self, *, timeout_ms: int | None = None) -> tuple[EngineStatus, ...]:
         """Every engine with a session or with leases."""
+        return (await self.survey(timeout_ms=timeout_ms)).engines
+
+    async def survey(self, *, timeout_ms: int | None = None) -> Survey:
+        """The same, and what the registry that answered says of itself."""
         response = await self._call(self._stub.ListEngines, pb.ListEnginesRequest(), timeout_ms)
-        return tuple(_decoded(decode_engine_status, engine) for engine in response.engines)
+        return _decoded(decode_survey, response)
 
     async def watch(self, selection: LeaseFilter = EVERYTHING, *, from_revision: int = 0) -> LeaseEventStream:
         """Lease events after `from_revision` (0: from now on). The first item says after which revision it starts.

@@ -16,6 +16,7 @@ import grpc.aio
 from kvlease.registry.errors import LimitReached, Overloaded
 from kvlease.registry.identity import Rpc
 from kvlease.registry.overload import Overload
+from kvlease.registry.release import installed_version
 from kvlease.registry.service import RegistryService
 from kvlease.registry.servicer_publish import Publications
 from kvlease.registry.servicer_session import serve_session
@@ -24,13 +25,13 @@ from kvlease.registry.values import (
     EngineId,
     Incarnation,
     LeaseId,
+    RegistryStatus,
 )
 from kvlease.registry.wire import (
     decode_end,
     decode_filter,
     decode_page_size,
     decode_renew,
-    encode_engine_status,
     encode_event,
     encode_lease,
     encode_publish_result,
@@ -44,6 +45,7 @@ from kvlease.registry.wire_resolve import (
     decode_query,
     encode_located,
 )
+from kvlease.registry.wire_survey import encode_survey
 from kvlease.v1 import registry_pb2 as pb
 from kvlease.v1 import registry_pb2_grpc
 
@@ -76,6 +78,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         self._overload: Final = overload
         self._on_shed: Final = on_shed
         self._welcome: Final = welcome
+        self._version: Final = installed_version()
         self._max_resolve_streams: Final = max_resolve_streams
         self._resolve_streams = 0
 
@@ -148,7 +151,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         )
 
     async def ListEngines(self, request: pb.ListEnginesRequest, context: Context) -> pb.ListEnginesResponse:
-        return pb.ListEnginesResponse(engines=[encode_engine_status(x) for x in self._service.list_engines()])
+        registry = RegistryStatus(
+            replica_id=self._welcome.replica_id,
+            version=self._version,
+            shedding=self._overload.sheds(Rpc.RESOLVE),
+        )
+        return encode_survey(registry, self._service.list_engines())
 
     def _check_load(self, rpc: Rpc) -> None:
         if self._overload.sheds(rpc):

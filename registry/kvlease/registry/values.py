@@ -326,6 +326,25 @@ class EngineStatus:
     total_blocks: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryStatus:
+    """The registry that answered; what an older one does not tell is ""."""
+
+    replica_id: str = ""
+    version: str = ""
+    """Of its kvlease."""
+    shedding: bool = False
+    """It refuses resolves at present, because it has more to do than it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """A registry, and the engines that it knows."""
+
+    registry: RegistryStatus
+    engines: tuple[EngineStatus, ...]
+
+
 def common_strides(a: bytes, b: bytes) -> int:
     """Length in strides of the common prefix of two digest chains.
 

@@ -1,11 +1,41 @@
 """What the model of `test_lender_machine.py` knows of leases and of the turns that they are made of.
 
-Values only; what should happen to them is decided there. Invariant: a lease's limit never moves.
+Values, and who is to go first; what should happen to them is decided there. Invariant: a lease's limit never moves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+from kvlease.connector.lender_effects import AnnounceEnded, Effect
+from kvlease.connector.loan import LenderTerms, RankTable
+from kvlease.registry.values import DIGEST_BYTES, EndReason, EngineId, Incarnation, LeaseId, TenantId
+
+TTL_MS: Final = 100
+TERMS: Final = LenderTerms(
+    engine_id=EngineId("lender"),
+    incarnation=Incarnation(b"i" * 16),
+    fingerprint_hash=b"f" * 16,
+    block_tokens=8,
+    stride_tokens=8,
+    block_bytes=1,
+    tables=(RankTable(pp_rank=0, tp_rank=0, address=4_096),),
+    slots=6,
+    max_blocks=24,
+    ttl_ms=TTL_MS,
+    keep_free_blocks=3,
+)
+
+
+def chain(text: str) -> bytes:
+    """One stride for each letter; a digest covers all letters before it."""
+    return b"".join(text[: n + 1].encode().rjust(DIGEST_BYTES, b".") for n in range(len(text)))
+
+
+def ends(effects: Sequence[Effect]) -> list[tuple[LeaseId, EndReason]]:
+    return [(effect.lease_id, effect.reason) for effect in effects if isinstance(effect, AnnounceEnded)]
 
 
 @dataclass(slots=True)
@@ -18,6 +48,10 @@ class Lease:
     deadline_ms: int
     limit_ms: int
     """No renewal moves the deadline past it."""
+    tenant: TenantId
+    used_ms: int
+    reads: int = 0
+    self_renewing: bool = False
     lapsed: bool = False
 
 
@@ -27,3 +61,61 @@ class Turn:
 
     text: str
     blocks: tuple[int, ...]
+
+
+Leases = Mapping[LeaseId, Lease]
+
+
+def live(leases: Leases, tenant: TenantId | None = None) -> dict[LeaseId, Lease]:
+    return {i: lease for i, lease in leases.items() if not lease.lapsed and tenant in (None, lease.tenant)}
+
+
+def held(leases: Iterable[Lease]) -> int:
+    """Blocks, counted once per lease."""
+    return sum(len(lease.blocks) for lease in leases)
+
+
+def by_deadline(leases: Leases) -> list[LeaseId]:
+    return sorted(live(leases), key=lambda lease_id: (leases[lease_id].deadline_ms, lease_id))
+
+
+def by_loss(leases: Leases, tenant: TenantId | None = None) -> list[LeaseId]:
+    """Live leases, the cheapest loss first."""
+
+    def loss(lease_id: LeaseId) -> tuple[float, int, LeaseId]:
+        lease = leases[lease_id]
+        return lease.reads / max(1, len(lease.blocks)), lease.used_ms, lease_id
+
+    return sorted(live(leases, tenant), key=loss)
+
+
+def cheapest(leases: Leases, blocks: int, tenant: TenantId | None = None) -> list[LeaseId]:
+    """As many of them as it takes to give `blocks`; none if that is not a positive number."""
+    gone: list[LeaseId] = []
+    for lease_id in by_loss(leases, tenant):
+        if held(leases[i] for i in gone) >= blocks:
+            break
+        gone.append(lease_id)
+    return gone
+
+
+def room(
+    leases: Leases, lapse_order: Sequence[LeaseId], terms: LenderTerms, blocks: int, tenant: TenantId
+) -> list[tuple[LeaseId, EndReason]]:
+    """Who ends, and why, so that one more lease of so many blocks fits."""
+    gone: dict[LeaseId, EndReason] = {}
+    left = dict(leases)
+
+    def end(lease_ids: list[LeaseId], reason: EndReason) -> None:
+        gone.update(dict.fromkeys(lease_ids, reason))
+        for lease_id in lease_ids:
+            del left[lease_id]
+
+    if len(left) >= terms.slots:
+        lapsed = [lease_id for lease_id in lapse_order if lease_id in left]
+        end([lapsed[0] if lapsed else by_loss(left)[0]], EndReason.PRESSURE)
+    if terms.blocks_for(tenant) < terms.max_blocks:
+        excess = held(live(left, tenant).values()) + blocks - terms.blocks_for(tenant)
+        end(cheapest(left, excess, tenant), EndReason.QUOTA)
+    end(cheapest(left, held(live(left).values()) + blocks - terms.max_blocks), EndReason.PRESSURE)
+    return list(gone.items())

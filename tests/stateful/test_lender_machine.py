@@ -8,6 +8,7 @@ means that each block of its lease is referred to, or has not been handed out si
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from hypothesis import settings
@@ -27,33 +28,19 @@ from kvlease.connector.lender_effects import (
     Unpin,
     WriteSeal,
 )
-from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, RankTable
-from kvlease.registry.values import (
-    DIGEST_BYTES,
-    ConversationId,
-    EndReason,
-    EngineId,
-    Incarnation,
-    LeaseId,
-    OnDeadline,
-    RenewStatus,
-    TenantId,
-)
+from kvlease.connector.loan import Loan, LoanRefused
+from kvlease.registry.values import ConversationId, EndReason, LeaseId, OnDeadline, RenewStatus, TenantId
 
 from tests.sim.pool import BlockPool
-from tests.stateful.lender_model import Lease, Turn
+from tests.stateful.lender_model import TERMS, TTL_MS, Lease, Turn, by_deadline, chain, cheapest, ends, held, live, room
 
 BLOCKS: Final = 12
-TENANT: Final = TenantId("t")
 NEVER_MS: Final = 10**12
-
-
-def chain(text: str) -> bytes:
-    return b"".join(text[: n + 1].encode().rjust(DIGEST_BYTES, b".") for n in range(len(text)))
 
 
 texts = st.text("ab", min_size=1, max_size=4)
 conversations = st.sampled_from([None, "c", "d"])
+tenants = st.sampled_from([TenantId("t"), TenantId("u")])
 
 
 class LenderMachine(RuleBasedStateMachine):
@@ -65,24 +52,28 @@ class LenderMachine(RuleBasedStateMachine):
         on_deadline=st.sampled_from([OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END]),
         renewable=st.booleans(),
         max_lifetime_ms=st.sampled_from([0, 300, 110, 60]),
+        self_renewing=st.booleans(),
+        tenant_blocks=st.sampled_from([0, 5]),
     )
     def start(
-        self, slots: int, max_blocks: int, on_deadline: OnDeadline, renewable: bool, max_lifetime_ms: int
+        self,
+        slots: int,
+        max_blocks: int,
+        on_deadline: OnDeadline,
+        renewable: bool,
+        max_lifetime_ms: int,
+        self_renewing: bool,
+        tenant_blocks: int,
     ) -> None:
-        self.terms = LenderTerms(
-            engine_id=EngineId("lender"),
-            incarnation=Incarnation(b"i" * 16),
-            fingerprint_hash=b"f" * 16,
-            block_tokens=8,
-            stride_tokens=8,
-            block_bytes=1,
-            tables=(RankTable(pp_rank=0, tp_rank=0, address=4_096),),
+        self.terms = replace(
+            TERMS,
             slots=slots,
             max_blocks=max_blocks,
-            ttl_ms=100,
             on_deadline=on_deadline,
             renewable=renewable,
             max_lifetime_ms=max_lifetime_ms,
+            self_renewing=self_renewing,
+            tenant_blocks=tenant_blocks,
         )
         self.holder = LeaseHolder(self.terms, first_value=1 << 40)
         self.pool = BlockPool(BLOCKS, caching=True)
@@ -119,26 +110,26 @@ class LenderMachine(RuleBasedStateMachine):
         """It goes without lending anything."""
         self._finish(turn)
 
-    @rule(turn=consumes(turns), conversation=conversations)
-    def lend_and_leave(self, turn: Turn, conversation: str | None) -> None:
-        self._lend(turn, conversation, None)
+    @rule(turn=consumes(turns), conversation=conversations, tenant=tenants)
+    def lend_and_leave(self, turn: Turn, conversation: str | None, tenant: TenantId) -> None:
+        self._lend(turn, conversation, None, tenant)
         self._finish(turn)
 
-    @rule(text=texts, conversation=conversations, ttl_ms=st.sampled_from([None, 0, 30]))
-    def serve(self, text: str, conversation: str | None, ttl_ms: int | None) -> None:
+    @rule(text=texts, conversation=conversations, ttl_ms=st.sampled_from([None, 0, 30]), tenant=tenants)
+    def serve(self, text: str, conversation: str | None, ttl_ms: int | None, tenant: TenantId) -> None:
         """A turn from beginning to end."""
         turn = self._compute(text)
         if turn is not None:
-            self._lend(turn, conversation, ttl_ms)
+            self._lend(turn, conversation, ttl_ms, tenant)
             self._finish(turn)
 
-    @rule(text=texts)
-    def fork(self, text: str) -> None:
+    @rule(text=texts, tenant=tenants)
+    def fork(self, text: str, tenant: TenantId) -> None:
         """Two leases of the same blocks, both lapsed: what consecutive turns and forks come to."""
         turn = self._compute(text)
         if turn is not None:
-            self._lend(turn, "c", None)
-            self._lend(turn, "d", None)
+            self._lend(turn, "c", None, tenant)
+            self._lend(turn, "d", None, tenant)
             self._carry_out(self.holder.lapse_all())
             self._finish(turn)
 
@@ -164,37 +155,45 @@ class LenderMachine(RuleBasedStateMachine):
 
     # -- the holder -----------------------------------------------------------------------------------------------
 
-    def _lend(self, turn: Turn, conversation: str | None, ttl_ms: int | None) -> None:
+    def _lend(self, turn: Turn, conversation: str | None, ttl_ms: int | None, tenant: TenantId) -> None:
         self.numbers += 1
         lease_id = LeaseId(f"lease{self.numbers:03}")
         loan = Loan(
             lease_id=lease_id,
-            tenant=TENANT,
+            tenant=tenant,
             conversation=None if conversation is None else ConversationId(conversation),
             digests=chain(turn.text),
             block_ids=(turn.blocks,),
             engine_params=b"",
             ttl_ms=ttl_ms,
         )
-        if len(turn.blocks) > self.terms.max_blocks:
+        if len(turn.blocks) > min(self.terms.max_blocks, self.terms.blocks_for(tenant)):
             try:
                 self.holder.lend(loan, self.now_ms)
             except LoanRefused:
                 return
             raise AssertionError("a loan over the limit was made")
-        expected = [
-            (other, EndReason.SUPERSEDED)
+        extended = {
+            other: lease
             for other, lease in self.model.items()
-            if conversation is not None and lease.conversation == conversation and turn.text.startswith(lease.text)
-        ]
-        left = {other: lease for other, lease in self.model.items() if (other, EndReason.SUPERSEDED) not in expected}
-        expected += [(other, EndReason.PRESSURE) for other in self._room(left, len(turn.blocks))]
+            if conversation is not None
+            and (lease.tenant, lease.conversation) == (tenant, conversation)
+            and turn.text.startswith(lease.text)
+        }
+        reads = max((lease.reads for lease in extended.values()), default=0)
+        left = {other: lease for other, lease in self.model.items() if other not in extended}
+        expected = [(other, EndReason.SUPERSEDED) for other in extended] + room(
+            left, self.lapse_order, self.terms, len(turn.blocks), tenant
+        )
         effects = self.holder.lend(loan, self.now_ms)
-        assert sorted(self._ends(effects)) == sorted(expected)
+        assert sorted(ends(effects)) == sorted(expected)
         limit_ms = self.now_ms + (self.terms.max_lifetime_ms or NEVER_MS)
-        deadline_ms = min(self.now_ms + (self.terms.ttl_ms if ttl_ms is None else ttl_ms), limit_ms)
+        deadline_ms = min(self.now_ms + (TTL_MS if ttl_ms is None else ttl_ms), limit_ms)
         assert [x.publication.deadline_ms for x in effects if isinstance(x, Announce)] == [deadline_ms]
-        lease = Lease(turn.blocks, turn.text, conversation, deadline_ms, limit_ms)
+        own = self.terms.self_renewing and ttl_ms is None
+        lease = Lease(
+            turn.blocks, turn.text, conversation, deadline_ms, limit_ms, tenant, self.now_ms, reads, self_renewing=own
+        )
         self._carry_out(effects, lease)
         self.model[lease_id] = lease
 
@@ -207,21 +206,25 @@ class LenderMachine(RuleBasedStateMachine):
             status = RenewStatus.ENDED if lease is None else RenewStatus.DISABLED
             assert effects == [RefuseRenewal(lease_id=lease_id, status=status)]
             return
-        wanted_ms = self.now_ms + (ttl_ms or self.terms.ttl_ms)
+        wanted_ms = self.now_ms + (ttl_ms or TTL_MS)
         deadline_ms = max(lease.deadline_ms, min(wanted_ms, lease.limit_ms))
         at_limit = RefuseRenewal(lease_id=lease_id, status=RenewStatus.AT_LIMIT)
         nothing_left = deadline_ms <= self.now_ms or (not lease.lapsed and deadline_ms == lease.deadline_ms)
         if wanted_ms > deadline_ms and nothing_left:
             assert effects == [at_limit]
             return
-        if lease.lapsed and self._live() + len(lease.blocks) > self.terms.max_blocks:
+        over = lease.lapsed and (
+            self._live() + len(lease.blocks) > self.terms.max_blocks
+            or self._live(lease.tenant) + len(lease.blocks) > self.terms.blocks_for(lease.tenant)
+        )
+        if over:
             assert effects == [RefuseRenewal(lease_id=lease_id, status=RenewStatus.PRESSURE)]
             return
         assert (at_limit in effects) == (wanted_ms > deadline_ms)
         if lease.lapsed:
             lease.lapsed = False
             self.lapse_order.remove(lease_id)
-        lease.deadline_ms = deadline_ms
+        lease.deadline_ms, lease.used_ms = deadline_ms, self.now_ms
         told = effects[-1]
         assert isinstance(told, AnnounceRenewed)
         assert told.deadline_ms == lease.deadline_ms
@@ -232,7 +235,7 @@ class LenderMachine(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from([*self.model, LeaseId("unknown")]))
         known = lease_id in self.model
         effects = self.holder.end(lease_id, reason)
-        assert self._ends(effects) == ([(lease_id, reason)] if known else [])
+        assert ends(effects) == ([(lease_id, reason)] if known else [])
         self._carry_out(effects)
 
     @rule(sure=st.integers(0, 3))
@@ -241,7 +244,7 @@ class LenderMachine(RuleBasedStateMachine):
             return
         everything = sorted((lease_id, EndReason.DRAINED) for lease_id in self.model)
         effects = self.holder.end_all(EndReason.DRAINED)
-        assert sorted(self._ends(effects)) == everything
+        assert sorted(ends(effects)) == everything
         self._carry_out(effects)
 
     @rule()
@@ -249,28 +252,56 @@ class LenderMachine(RuleBasedStateMachine):
         self._carry_out(self.holder.lapse_all())
         assert all(lease.lapsed for lease in self.model.values())
 
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from([*self.model, LeaseId("unknown")]))
+        self.holder.was_read(lease_id, self.now_ms)
+        if lease_id in self.model:
+            lease = self.model[lease_id]
+            lease.reads += 1
+            lease.used_ms = lease.used_ms if lease.lapsed else self.now_ms
+
     @rule(wanted=st.integers(0, BLOCKS))
     def relieve(self, wanted: int) -> None:
-        expected: list[tuple[LeaseId, EndReason]] = []
-        given = 0
-        for lease_id in self._by_deadline(self.model):
-            if given >= wanted:
-                break
-            given += len(self.model[lease_id].blocks)
-            expected.append((lease_id, EndReason.PRESSURE))
+        expected = [(lease_id, EndReason.PRESSURE) for lease_id in cheapest(self.model, wanted)]
         effects = self.holder.relieve(wanted)
-        assert self._ends(effects) == expected
+        assert ends(effects) == expected
         self._carry_out(effects)
 
-    @rule(passed_ms=st.sampled_from([0, 1, 40, 200]), limit=st.sampled_from([1, 8]))
+    @rule()
+    def ease(self) -> None:
+        """What is missing to the blocks that stay free is given back."""
+        missing = self.terms.keep_free_blocks - self.pool.free
+        expected = cheapest(self.model, missing)
+        self._carry_out_deadlines(self.holder.ease(self.pool.free), expected, EndReason.PRESSURE)
+
+    @rule(passed_ms=st.sampled_from([0, 1, 40, 80, 200]), limit=st.sampled_from([1, 8]))
     def tick(self, passed_ms: int, limit: int) -> None:
         self.now_ms += passed_ms
-        due = [i for i in self._by_deadline(self.model) if self.model[i].deadline_ms <= self.now_ms][:limit]
-        effects = self.holder.tick(self.now_ms, limit)
-        if self.terms.on_deadline is OnDeadline.END:
-            assert self._ends(effects) == [(lease_id, EndReason.EXPIRED) for lease_id in due]
+        plenty = self.pool.free > self.terms.keep_free_blocks
+        effects = self.holder.tick(self.now_ms, limit, self.pool.free)
+        for renewed in [x for x in effects if isinstance(x, AnnounceRenewed)]:
+            lease = self.model[renewed.lease_id]
+            assert plenty
+            assert lease.self_renewing
+            assert renewed.deadline_ms == min(self.now_ms + TTL_MS, lease.limit_ms) > lease.deadline_ms
+            lease.deadline_ms = renewed.deadline_ms
+        due = [i for i in by_deadline(self.model) if self.model[i].deadline_ms <= self.now_ms]
+        over = [effect.lease_id for effect in effects if isinstance(effect, AnnounceLapsed | AnnounceEnded)]
+        if self.terms.self_renewing:
+            assert set(over) <= set(due)
+            assert len(over) <= limit
+            assert limit < 8 or set(over) == set(due), "up to the limit, nothing is left at its deadline"
         else:
-            assert [effect.lease_id for effect in effects if isinstance(effect, AnnounceLapsed)] == due
+            assert over == due[:limit]
+        self._carry_out_deadlines(effects, over, EndReason.EXPIRED)
+
+    def _carry_out_deadlines(self, effects: Sequence[Effect], over: list[LeaseId], reason: EndReason) -> None:
+        """These leases, in this order, lapse, or end where leases do not lapse."""
+        if self.terms.on_deadline is OnDeadline.END:
+            assert ends(effects) == [(lease_id, reason) for lease_id in over]
+        else:
+            assert [effect.lease_id for effect in effects if isinstance(effect, AnnounceLapsed)] == over
         self._carry_out(effects)
 
     # -- what must hold -------------------------------------------------------------------------------------------
@@ -284,8 +315,11 @@ class LenderMachine(RuleBasedStateMachine):
         assert len(self.holder) == len(self.model) == len(self.seals)
         assert all(lease_id in self.holder for lease_id in self.model)
         assert self.holder.live_blocks == self._live()
-        nearest = next(iter(self._by_deadline(self.model)), None)
-        assert self.holder.next_deadline_ms() == (None if nearest is None else self.model[nearest].deadline_ms)
+        nearest, told = next(iter(by_deadline(self.model)), None), self.holder.next_deadline_ms()
+        assert (told is None) == (nearest is None)
+        if told is not None and nearest is not None:
+            early_ms = TTL_MS // 4 if self.terms.self_renewing else 0
+            assert self.model[nearest].deadline_ms - early_ms <= told <= self.model[nearest].deadline_ms
 
     @invariant()
     def references_are_exactly_those_of_requests_and_live_leases(self) -> None:
@@ -350,38 +384,12 @@ class LenderMachine(RuleBasedStateMachine):
         expected = sorted((i, EndReason.REUSED) for i, lease in self.model.items() if block in lease.blocks)
         assert all(self.model[lease_id].lapsed for lease_id, _ in expected), "a live lease's block was handed out"
         effects = self.holder.on_reuse(block)
-        assert sorted(self._ends(effects)) == expected
+        assert sorted(ends(effects)) == expected
         assert not any(isinstance(effect, Pin | Free | Unpin) for effect in effects)
         self._carry_out(effects)
 
-    def _room(self, left: dict[LeaseId, Lease], blocks: int) -> list[LeaseId]:
-        """Who ends so that one more lease of so many blocks fits."""
-        gone: list[LeaseId] = []
-        if len(left) >= self.terms.slots:
-            lapsed = [lease_id for lease_id in self.lapse_order if lease_id in left]
-            gone.append(lapsed[0] if lapsed else self._by_deadline(left)[0])
-        live = {i: lease for i, lease in left.items() if not lease.lapsed and i not in gone}
-        excess = sum(len(lease.blocks) for lease in live.values()) + blocks - self.terms.max_blocks
-        for lease_id in self._by_deadline(live):
-            if excess <= 0:
-                break
-            excess -= len(live[lease_id].blocks)
-            gone.append(lease_id)
-        return gone
-
-    @staticmethod
-    def _by_deadline(leases: dict[LeaseId, Lease]) -> list[LeaseId]:
-        return sorted(
-            (lease_id for lease_id, lease in leases.items() if not lease.lapsed),
-            key=lambda lease_id: (leases[lease_id].deadline_ms, lease_id),
-        )
-
-    def _live(self) -> int:
-        return sum(len(lease.blocks) for lease in self.model.values() if not lease.lapsed)
-
-    @staticmethod
-    def _ends(effects: Sequence[Effect]) -> list[tuple[LeaseId, EndReason]]:
-        return [(effect.lease_id, effect.reason) for effect in effects if isinstance(effect, AnnounceEnded)]
+    def _live(self, tenant: TenantId | None = None) -> int:
+        return held(live(self.model, tenant).values())
 
 
 TestLender = LenderMachine.TestCase

@@ -10,7 +10,7 @@ import json
 import pytest
 from kvlease.connector.engine_facts import EngineUnsupported, check_side_channel, check_version
 from kvlease.connector.request_params import RequestParams, engine_params, parse
-from kvlease.connector.settings import ConnectorSettings, SettingsInvalid
+from kvlease.connector.settings import ConnectorSettings, Mode, SettingsInvalid
 from kvlease.registry.values import ConversationId, LeaseId, OnDeadline, TenantId
 
 DEFAULT = TenantId("default")
@@ -39,6 +39,9 @@ def test_the_registry_is_all_that_must_be_said() -> None:
         ("on_deadline", "never"),
         ("lease_share", 0),
         ("lease_share", 1.5),
+        ("mode", "forever"),
+        ("tenant_share", 0),
+        ("keep_free", 1),
         ("max_leases", 0),
         ("resolve_wait_ms", 0),
         ("read_limit_ms", 10),
@@ -50,6 +53,37 @@ def test_the_registry_is_all_that_must_be_said() -> None:
 def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(SettingsInvalid, match=rf"\b{name}: "):
         settings(**{name: value})
+
+
+def test_a_mode_says_what_is_not_said_otherwise() -> None:
+    fixed, heartbeat, elastic = settings(), settings(mode="heartbeat"), settings(mode="elastic")
+    assert (fixed.mode, fixed.lease_ttl_ms, fixed.max_lifetime_ms, fixed.renewable) == (Mode.FIXED, 480_000, 0, False)
+    assert (heartbeat.lease_ttl_ms, heartbeat.max_lifetime_ms, heartbeat.renewable) == (60_000, 0, True)
+    assert (elastic.lease_ttl_ms, elastic.max_lifetime_ms, elastic.renewable) == (60_000, 3_600_000, False)
+    assert settings(mode="heartbeat", lease_ttl_ms=5_000).lease_ttl_ms == 5_000
+
+
+def test_a_mode_in_the_environment_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLEASE_CONNECTOR_MODE", "elastic")
+    monkeypatch.setenv("KVLEASE_CONNECTOR_TENANT_SHARES", '{"small": 0.1}')
+    loaded = settings()
+    assert (loaded.mode, loaded.lease_ttl_ms, loaded.tenant_shares) == (Mode.ELASTIC, 60_000, {"small": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"mode": "heartbeat", "renewable": False}, "mode heartbeat needs renewable: true"),
+        ({"mode": "heartbeat", "lease_ttl_ms": 1_999}, "mode heartbeat needs a lease_ttl_ms of 2000 at least"),
+        ({"mode": "elastic", "max_lifetime_ms": 0}, "mode elastic needs a max_lifetime_ms"),
+        ({"mode": "elastic", "max_lifetime_ms": 59_999}, "no less than lease_ttl_ms"),
+        ({"tenant_shares": {"two words": 0.1}}, "tenant_shares.two words"),
+        ({"tenant_shares": {"a": 1.5}}, "tenant_shares.a"),
+    ],
+)
+def test_a_mode_that_cannot_work_is_refused(given: dict[str, object], advice: str) -> None:
+    with pytest.raises(SettingsInvalid, match=advice):
+        settings(**given)
 
 
 def test_a_longest_lifetime_below_the_ttl_is_refused() -> None:

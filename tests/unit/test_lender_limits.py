@@ -1,12 +1,13 @@
-"""The lease holder's renewals and limits: deadlines move ahead only, and memory that is wanted is given.
+"""The lease holder's renewals: deadlines move ahead only, on request or, in an elastic lender, unasked.
 
-What goes first under pressure is part of what users are promised, so the order is asserted, not only the sum.
+What goes when memory is wanted has its own file, `test_lender_pressure.py`.
 """
 
 from __future__ import annotations
 
+import pytest
 from kvlease.connector.lender_effects import Announce, AnnounceLapsed, AnnounceRenewed, RefuseRenewal
-from kvlease.registry.values import EndReason, LeaseId, LeaseState, RenewStatus
+from kvlease.registry.values import EndReason, LeaseId, LeaseState, OnDeadline, RenewStatus
 
 from tests.unit.lender_story import TTL_MS, ends, holder, kinds, loan
 
@@ -125,42 +126,70 @@ def test_renewing_without_end_does_not_grow_anything() -> None:
     assert lender.next_deadline_ms() == 6_099
 
 
-# -- limits and pressure
+# -- elastic: the lender renews by itself
 
 
-def test_too_many_blocks_end_the_live_lease_nearest_its_deadline() -> None:
-    lender = holder()
-    lender.lend(loan("late", conversation=None, ttl_ms=900, first=10), 100)
-    lender.lend(loan("soon", conversation=None, ttl_ms=300, first=20), 100)
-    lender.lend(loan("last", conversation=None, ttl_ms=999, first=30), 100)
-    effects = lender.lend(loan("new", "a", conversation=None, first=40), 200)
-    assert ends(effects) == [("soon", EndReason.PRESSURE)]
-    assert lender.live_blocks == 10
+def elastic(**changes: object) -> dict[str, object]:
+    return {"self_renewing": True, "renewable": False, "keep_free_blocks": 4, "max_lifetime_ms": 2_500, **changes}
+
+
+def test_a_lease_renews_itself_before_its_deadline_while_blocks_are_free() -> None:
+    lender = holder(**elastic())
+    lender.lend(loan("a"), 0)
+    assert lender.tick(749, free_blocks=99) == []
+    (renewed,) = lender.tick(750, free_blocks=5)
+    assert isinstance(renewed, AnnounceRenewed)
+    assert renewed.deadline_ms == 1_750
     lender.check()
 
 
-def test_too_many_leases_end_the_oldest_lapsed_one_first() -> None:
-    lender = holder(max_blocks=1_000)
-    for number in range(4):
-        lender.lend(loan(f"l{number}", conversation=None, ttl_ms=100 - number, first=10 * number), 0)
-    lender.tick(98)  # l3 and l2 lapse, in this order
-    effects = lender.lend(loan("new", conversation=None, first=90), 98)
-    assert ends(effects) == [("l3", EndReason.PRESSURE)]
-    effects = lender.lend(loan("newer", conversation=None, first=80), 98)
-    assert ends(effects) == [("l2", EndReason.PRESSURE)]
-    effects = lender.lend(loan("newest", conversation=None, first=70), 98)
-    assert ends(effects) == [("l1", EndReason.PRESSURE)], "none is lapsed: the one nearest its deadline"
-    lender.check()
+def test_it_is_renewed_up_to_its_longest_lifetime_and_then_meets_its_deadline() -> None:
+    lender = holder(**elastic())
+    lender.lend(loan("a"), 0)
+    deadlines = []
+    for now_ms in range(0, 2_500, 50):
+        deadlines += [x.deadline_ms for x in lender.tick(now_ms, free_blocks=99) if isinstance(x, AnnounceRenewed)]
+        lender.check()
+    assert deadlines == [1_750, 2_500]
+    assert kinds(lender.tick(2_500, free_blocks=99)) == ["Unpin", "AnnounceLapsed"]
 
 
-def test_pressure_takes_no_more_than_is_wanted_and_never_the_lapsed() -> None:
-    lender = holder()
-    for number, ttl_ms in enumerate((500, 300, 1)):
-        lender.lend(loan(f"l{number}", "a", conversation=None, ttl_ms=ttl_ms, first=10 * number), 0)
-    lender.tick(1)  # l2 lapses: its blocks are free already
-    assert ends(lender.relieve(1)) == [("l1", EndReason.PRESSURE)]
-    assert ends(lender.relieve(100)) == [("l0", EndReason.PRESSURE)]
-    assert lender.relieve(1) == []
-    assert lender.relieve(0) == []
-    assert LeaseId("l2") in lender
+def test_no_lease_renews_itself_while_blocks_are_few() -> None:
+    lender = holder(**elastic())
+    lender.lend(loan("a"), 0)
+    assert lender.tick(750, free_blocks=4) == []
+    assert lender.tick(999, free_blocks=4) == []
     lender.check()
+    assert kinds(lender.tick(1_000, free_blocks=4)) == ["Unpin", "AnnounceLapsed"]
+
+
+def test_blocks_that_are_free_again_at_the_deadline_save_the_lease() -> None:
+    lender = holder(**elastic())
+    lender.lend(loan("a"), 0)
+    assert lender.tick(750, free_blocks=0) == []
+    assert kinds(lender.tick(1_000, free_blocks=9)) == ["AnnounceRenewed"]
+
+
+def test_a_turn_with_a_ttl_of_its_own_is_not_renewed_unasked() -> None:
+    lender = holder(**elastic())
+    lender.lend(loan("a", ttl_ms=600), 0)
+    assert lender.tick(599, free_blocks=99) == []
+    assert kinds(lender.tick(600, free_blocks=99)) == ["Unpin", "AnnounceLapsed"]
+
+
+@pytest.mark.parametrize("on_deadline", list(OnDeadline))
+def test_a_lease_at_its_limit_does_not_keep_those_behind_it_from_renewing(on_deadline: OnDeadline) -> None:
+    lender = holder(**elastic(max_lifetime_ms=1_000, on_deadline=on_deadline))
+    lender.lend(loan("old"), 0)
+    lender.lend(loan("young", conversation=None, first=20), 1)
+    assert lender.tick(750, free_blocks=99) == [], "neither may live longer than its ttl"
+    longer = holder(**elastic(max_lifetime_ms=1_100, on_deadline=on_deadline))
+    longer.lend(loan("old"), 0)
+    longer.lend(loan("young", conversation=None, first=20), 300)
+    assert [x.lease_id for x in longer.tick(750, free_blocks=99) if isinstance(x, AnnounceRenewed)] == ["old"]
+    effects = longer.tick(1_100, free_blocks=99)
+    assert [x.lease_id for x in effects if isinstance(x, AnnounceRenewed)] == ["young"]
+    assert LeaseId("young") in longer
+    assert longer.live_blocks == 4
+    assert ends(effects) == ([("old", EndReason.EXPIRED)] if on_deadline is OnDeadline.END else [])
+    longer.check()

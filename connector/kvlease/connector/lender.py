@@ -30,9 +30,11 @@ from kvlease.connector.lender_effects import (
     Unpin,
     WriteSeal,
 )
-from kvlease.connector.loan import LenderTerms, Loan, LoanRefused
-from kvlease.connector.record import RecordContent, encode, record_hash
-from kvlease.connector.seal import SealRef, next_value, slot_offset
+from kvlease.connector.lender_live import LiveLeases
+from kvlease.connector.lender_publication import publication_of
+from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, OverQuota
+from kvlease.connector.record import record_hash
+from kvlease.connector.seal import next_value
 from kvlease.registry.values import (
     DIGEST_BYTES,
     ConversationId,
@@ -48,6 +50,9 @@ from kvlease.registry.values import (
 LAPSES_PER_TICK: Final = 8
 """Deadlines handled in one tick: a mass expiry is spread over steps instead of stalling one."""
 
+RENEWED_WITH_LEFT: Final = 4
+"""A self-renewing lender renews a lease when this part of its ttl is left (a quarter): nobody sees it lapse first."""
+
 _STALE_DEADLINES: Final = 64
 """Entries of the heap that may be stale beyond one for each lease before it is rebuilt."""
 
@@ -61,6 +66,11 @@ class _Held:
     deadline_ms: int
     limit_ms: int | None
     """No renewal moves the deadline past it; None: no limit."""
+    reads: int
+    """Of this lease and those of its conversation that it superseded."""
+    self_renewing: bool
+    wake_ms: int = 0
+    """When it is looked at next: at its deadline, or before it if it may be renewed unasked."""
 
 
 class LeaseHolder:
@@ -78,12 +88,12 @@ class LeaseHolder:
         """Block id to the leases that have ever lapsed and list it: the engine keeps one reuse callback per block."""
         self._free_slots: deque[int] = deque(range(terms.slots))
         self._deadlines: list[tuple[int, LeaseId]] = []
-        """Heap; an entry is stale if its lease is gone, not live, or has another deadline."""
+        """Heap; an entry is stale if its lease is gone, not live, or is looked at another time."""
         self._lapsed: dict[LeaseId, None] = {}
         """In the order in which they lapsed."""
         self._owed: list[Effect] = []
         """References that could not be given back where their lease ended; the next tick returns them."""
-        self._live_blocks = 0
+        self._live = LiveLeases()
 
     # -- what is held ---------------------------------------------------------------------------------------------
 
@@ -96,7 +106,7 @@ class LeaseHolder:
     @property
     def live_blocks(self) -> int:
         """References held on blocks, counted once per live lease."""
-        return self._live_blocks
+        return self._live.blocks
 
     def count(self, state: LeaseState) -> int:
         lapsed = len(self._lapsed)
@@ -112,8 +122,8 @@ class LeaseHolder:
     def lend(self, loan: Loan, now_ms: int) -> list[Effect]:
         """Makes a lease of a finished turn. Raises LoanRefused, without any change, if it cannot be made.
 
-        Earlier leases of the same conversation that the new one extends end as superseded; if the limits are met, the
-        lapsed and then the oldest live leases end as pressure.
+        Earlier leases of the same conversation that the new one extends end as superseded. At a limit others end, as
+        pressure or quota: without a slot the first that lapsed, else the cheapest losses among those concerned.
         """
         terms = self._terms
         strides = len(loan.digests) // DIGEST_BYTES
@@ -127,58 +137,26 @@ class LeaseHolder:
         blocks = tuple(block for group in loan.block_ids for block in group)
         if len(blocks) > terms.max_blocks:
             raise LoanRefused(f"the loan needs {len(blocks)} blocks, leases may hold {terms.max_blocks}")
+        if len(blocks) > terms.blocks_for(loan.tenant):
+            raise OverQuota(f"the loan needs {len(blocks)} blocks, its tenant has {terms.blocks_for(loan.tenant)}")
 
         effects: list[Effect] = [Pin(blocks=blocks)]
-        superseded = self._supersede(loan)
+        reads, superseded = self._supersede(loan)
         effects += (effect for effect in superseded if not isinstance(effect, AnnounceEnded))
-        effects += self._make_room(len(blocks))
+        effects += self._make_room(loan.tenant, len(blocks))
         slot = self._free_slots.popleft()
         self._value = next_value(self._value)
-        record = encode(
-            RecordContent(
-                lease_id=loan.lease_id,
-                engine_id=terms.engine_id,
-                incarnation=terms.incarnation,
-                fingerprint_hash=terms.fingerprint_hash,
-                tenant=loan.tenant,
-                stride_tokens=terms.stride_tokens,
-                block_tokens=terms.block_tokens,
-                tokens=strides * terms.stride_tokens,
-                block_ids=loan.block_ids,
-                seals=tuple(
-                    SealRef(
-                        pp_rank=table.pp_rank,
-                        tp_rank=table.tp_rank,
-                        address=table.address + slot_offset(slot),
-                        value=self._value,
-                    )
-                    for table in terms.tables
-                ),
-                engine_params=loan.engine_params,
-            ),
-            loan.digests,
-        )
         limit_ms = now_ms + terms.max_lifetime_ms if terms.max_lifetime_ms else None
         deadline_ms = _capped(now_ms + (terms.ttl_ms if loan.ttl_ms is None else loan.ttl_ms), limit_ms)
-        publication = Publication(
-            lease_id=loan.lease_id,
-            tenant=loan.tenant,
-            conversation=loan.conversation,
-            stride_tokens=terms.stride_tokens,
-            block_count=len(blocks),
-            size_bytes=len(blocks) * terms.block_bytes,
-            deadline_ms=deadline_ms,
-            on_deadline=loan.on_deadline or terms.on_deadline,
-            fingerprint_hash=terms.fingerprint_hash,
-            record=record,
-            traceparent=loan.traceparent,
-        )
-        self._held[loan.lease_id] = _Held(publication, blocks, slot, LeaseState.LIVE, deadline_ms, limit_ms)
-        self._live_blocks += len(blocks)
-        self._schedule(deadline_ms, loan.lease_id)
+        publication = publication_of(loan, terms, slot=slot, value=self._value, deadline_ms=deadline_ms)
+        self_renewing = terms.self_renewing and loan.ttl_ms is None  # else somebody has chosen how long it may live
+        held = _Held(publication, blocks, slot, LeaseState.LIVE, deadline_ms, limit_ms, reads, self_renewing)
+        self._held[loan.lease_id] = held
+        self._live.add(loan.lease_id, loan.tenant, len(blocks), reads=reads, now_ms=now_ms)
+        self._schedule(held, ahead=True)
         if loan.conversation is not None:
             self._by_conversation.setdefault((loan.tenant, loan.conversation), set()).add(loan.lease_id)
-        effects.append(WriteSeal(slot=slot, value=self._value, record_hash=record_hash(record)))
+        effects.append(WriteSeal(slot=slot, value=self._value, record_hash=record_hash(publication.record)))
         effects.append(Announce(publication=publication))
         # Told last, so that there is no moment at which neither of the two can be resolved.
         effects += (effect for effect in superseded if isinstance(effect, AnnounceEnded))
@@ -203,16 +181,17 @@ class LeaseHolder:
             if deadline_ms <= now_ms or (deadline_ms == held.deadline_ms and held.state is LeaseState.LIVE):
                 return effects
         if held.state is LeaseState.LAPSED:
-            if self._live_blocks + len(held.blocks) > self._terms.max_blocks:
+            tenant, blocks = held.publication.tenant, len(held.blocks)
+            most, tenants = self._terms.max_blocks, self._terms.blocks_for(tenant)
+            if self._live.blocks + blocks > most or self._live.blocks_of(tenant) + blocks > tenants:
                 return [RefuseRenewal(lease_id=lease_id, status=RenewStatus.PRESSURE)]
             effects.append(Pin(blocks=held.blocks))
             del self._lapsed[lease_id]
             held.state = LeaseState.LIVE
-            self._live_blocks += len(held.blocks)
-        held.deadline_ms = deadline_ms
-        self._schedule(deadline_ms, lease_id)
-        effects.append(AnnounceRenewed(lease_id=lease_id, deadline_ms=deadline_ms, publication=held.publication))
-        return effects
+            self._live.add(lease_id, tenant, blocks, reads=held.reads, now_ms=now_ms)
+        else:
+            self._live.used(lease_id, reads=held.reads, now_ms=now_ms)
+        return [*effects, self._renewed(held, deadline_ms)]
 
     def end(self, lease_id: LeaseId, reason: EndReason) -> list[Effect]:
         """Ends a lease for good: seal broken, then blocks given back, then told. Ending what is gone does nothing."""
@@ -227,14 +206,38 @@ class LeaseHolder:
         live = [held for held in self._held.values() if held.state is LeaseState.LIVE]
         return [effect for held in live for effect in self._lapse(held)]
 
-    def relieve(self, wanted_blocks: int) -> list[Effect]:
-        """Ends live leases, the one nearest its deadline first, until their blocks sum up to `wanted_blocks`."""
+    def was_read(self, lease_id: LeaseId, now_ms: int) -> None:
+        """A borrower has read the lease: its loss would cost more than that of one that nobody reads."""
+        held = self._held.get(lease_id)
+        if held is not None:
+            held.reads += 1
+            if held.state is LeaseState.LIVE:
+                self._live.used(lease_id, reads=held.reads, now_ms=now_ms)
+
+    def relieve(
+        self, wanted_blocks: int, tenant: TenantId | None = None, reason: EndReason = EndReason.PRESSURE
+    ) -> list[Effect]:
+        """Ends live leases, the cheapest loss first, until their blocks sum up to `wanted_blocks`."""
         effects: list[Effect] = []
         given = 0
-        while given < wanted_blocks and (held := self._nearest_deadline()) is not None:
-            heapq.heappop(self._deadlines)
+        while given < wanted_blocks and (cheapest := self._live.cheapest(tenant)) is not None:
+            held = self._held[cheapest]
             given += len(held.blocks)
-            effects += self._end(held, EndReason.PRESSURE)
+            effects += self._end(held, reason)
+        return effects
+
+    def ease(self, free_blocks: int) -> list[Effect]:
+        """Gives back what is missing to the blocks that are to stay free, the cheapest loss first.
+
+        Leases lapse where they may: what nobody needs after all stays readable. At most LAPSES_PER_TICK of them.
+        """
+        effects: list[Effect] = []
+        missing, left = self._terms.keep_free_blocks - free_blocks, LAPSES_PER_TICK
+        while missing > 0 and left and (cheapest := self._live.cheapest()) is not None:
+            held = self._held[cheapest]
+            missing, left = missing - len(held.blocks), left - 1
+            lapses = held.publication.on_deadline is OnDeadline.LAPSE
+            effects += self._lapse(held) if lapses else self._end(held, EndReason.PRESSURE)
         return effects
 
     def on_reuse(self, block_id: int) -> list[Effect]:
@@ -249,63 +252,84 @@ class LeaseHolder:
                 (self._owed if isinstance(effect, Free) else effects).append(effect)
         return effects
 
-    def tick(self, now_ms: int, limit: int = LAPSES_PER_TICK) -> list[Effect]:
-        """Lapses or ends leases whose deadline has passed, at most `limit` of them."""
+    def tick(self, now_ms: int, limit: int = LAPSES_PER_TICK, free_blocks: int = 0) -> list[Effect]:
+        """Lapses or ends leases whose deadline has passed, at most `limit` of them.
+
+        A self-renewing lender renews those that are about to meet it instead, as far as their longest lifetime allows,
+        while more than `keep_free_blocks` of its blocks are free.
+        """
         effects, self._owed = self._owed, []
-        while limit and (held := self._nearest_deadline()) is not None and held.deadline_ms <= now_ms:
-            heapq.heappop(self._deadlines)
+        plenty = free_blocks > self._terms.keep_free_blocks
+        while limit and (held := self._next()) is not None and held.wake_ms <= now_ms:
             limit -= 1
-            if held.publication.on_deadline is OnDeadline.END:
+            later_ms = _capped(now_ms + self._terms.ttl_ms, held.limit_ms) if plenty and held.self_renewing else 0
+            if later_ms > held.deadline_ms:
+                effects.append(self._renewed(held, later_ms))
+            elif held.deadline_ms > now_ms:
+                self._schedule(held, ahead=False)
+            elif held.publication.on_deadline is OnDeadline.END:
                 effects += self._end(held, EndReason.EXPIRED)
             else:
                 effects += self._lapse(held)
         return effects
 
     def next_deadline_ms(self) -> int | None:
-        """When the next live lease meets its deadline; None if there is none."""
-        held = self._nearest_deadline()
-        return None if held is None else held.deadline_ms
+        """When the next live lease meets its deadline, or may be renewed unasked; None if there is none."""
+        held = self._next()
+        return None if held is None else held.wake_ms
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _nearest_deadline(self) -> _Held | None:
-        """The live lease whose deadline is next, at the top of the heap; stale entries above it are dropped."""
+    def _next(self) -> _Held | None:
+        """The live lease to be looked at next, at the top of the heap; stale entries above it are dropped."""
         while self._deadlines:
-            deadline_ms, lease_id = self._deadlines[0]
+            wake_ms, lease_id = self._deadlines[0]
             held = self._held.get(lease_id)
-            if held is not None and held.deadline_ms == deadline_ms and held.state is LeaseState.LIVE:
+            if held is not None and held.wake_ms == wake_ms and held.state is LeaseState.LIVE:
                 return held
             heapq.heappop(self._deadlines)
         return None
 
-    def _schedule(self, deadline_ms: int, lease_id: LeaseId) -> None:
-        """Puts a live lease's deadline in the heap, which is rebuilt when most of it is stale: renewals have no end."""
-        heapq.heappush(self._deadlines, (deadline_ms, lease_id))
+    def _schedule(self, held: _Held, *, ahead: bool) -> None:
+        """When to look at a live lease; the heap is rebuilt when most of it is stale: renewals have no end."""
+        held.wake_ms = held.deadline_ms
+        if ahead and held.self_renewing and held.deadline_ms != held.limit_ms:
+            held.wake_ms -= self._terms.ttl_ms // RENEWED_WITH_LEFT
+        heapq.heappush(self._deadlines, (held.wake_ms, held.publication.lease_id))
         if len(self._deadlines) > 2 * len(self._held) + _STALE_DEADLINES:
-            self._deadlines = [(h.deadline_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE]
+            self._deadlines = [(h.wake_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE]
             heapq.heapify(self._deadlines)
 
-    def _supersede(self, loan: Loan) -> list[Effect]:
+    def _renewed(self, held: _Held, deadline_ms: int) -> AnnounceRenewed:
+        held.deadline_ms = deadline_ms
+        self._schedule(held, ahead=True)
+        publication = held.publication
+        return AnnounceRenewed(lease_id=publication.lease_id, deadline_ms=deadline_ms, publication=publication)
+
+    def _supersede(self, loan: Loan) -> tuple[int, list[Effect]]:
+        """Ends the leases that the loan extends; how often they were read, too."""
         if loan.conversation is None:
-            return []
+            return 0, []
         earlier = [self._held[i] for i in self._by_conversation.get((loan.tenant, loan.conversation), ())]
         covered = [held for held in earlier if loan.digests.startswith(held.publication.record.digests)]
-        return [effect for held in covered for effect in self._end(held, EndReason.SUPERSEDED)]
+        reads = max((held.reads for held in covered), default=0)
+        return reads, [effect for held in covered for effect in self._end(held, EndReason.SUPERSEDED)]
 
-    def _make_room(self, blocks: int) -> list[Effect]:
+    def _make_room(self, tenant: TenantId, blocks: int) -> list[Effect]:
         effects: list[Effect] = []
         if not self._free_slots:
             first_lapsed = next(iter(self._lapsed), None)
             effects += self.relieve(1) if first_lapsed is None else self.end(first_lapsed, EndReason.PRESSURE)
-        if self._live_blocks + blocks > self._terms.max_blocks:
-            effects += self.relieve(self._live_blocks + blocks - self._terms.max_blocks)
-        return effects
+        over_share = self._live.blocks_of(tenant) + blocks - self._terms.blocks_for(tenant)
+        if self._terms.blocks_for(tenant) < self._terms.max_blocks:
+            effects += self.relieve(over_share, tenant, EndReason.QUOTA)
+        return effects + self.relieve(self._live.blocks + blocks - self._terms.max_blocks)
 
     def _lapse(self, held: _Held) -> list[Effect]:
         lease_id = held.publication.lease_id
         held.state = LeaseState.LAPSED
         self._lapsed[lease_id] = None
-        self._live_blocks -= len(held.blocks)
+        self._live.drop(lease_id)
         for block in held.blocks:
             self._watched.setdefault(block, set()).add(lease_id)
         return [Unpin(blocks=held.blocks), AnnounceLapsed(lease_id=lease_id)]
@@ -330,15 +354,18 @@ class LeaseHolder:
         self._free_slots.append(held.slot)
         effects: list[Effect] = [BreakSeal(slot=held.slot)]
         if held.state is LeaseState.LIVE:
-            self._live_blocks -= len(held.blocks)
+            self._live.drop(lease_id)
             effects.append(Free(blocks=held.blocks))
         effects.append(AnnounceEnded(lease_id=lease_id, reason=reason, publication=held.publication))
         return effects
 
     def check(self) -> None:
         """Rebuilds every index and compares; raises AssertionError on a difference. For tests and the simulation."""
+        self._live.check()
         live = sum(len(h.blocks) for h in self._held.values() if h.state is LeaseState.LIVE)
-        assert live == self._live_blocks, f"live blocks {self._live_blocks}, recounted {live}"
+        assert live == self._live.blocks, f"live blocks {self._live.blocks}, recounted {live}"
+        for tenant in {h.publication.tenant for h in self._held.values()}:
+            assert self._live.blocks_of(tenant) <= self._terms.blocks_for(tenant), f"{tenant} has more than its share"
         assert set(self._lapsed) == {i for i, h in self._held.items() if h.state is LeaseState.LAPSED}
         slots = [h.slot for h in self._held.values()]
         assert len(set(slots)) == len(slots), "two leases share a slot"
@@ -356,7 +383,7 @@ class LeaseHolder:
             if held.state is LeaseState.LAPSED:
                 assert all(lease_id in self._watched.get(block, ()) for block in held.blocks)
         assert all(h.limit_ms is None or h.deadline_ms <= h.limit_ms for h in self._held.values())
-        due = {(h.deadline_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE}
+        due = {(h.wake_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE}
         assert due.issubset(self._deadlines), "a live lease has no deadline entry"
         assert len(self._deadlines) <= 2 * self._terms.slots + _STALE_DEADLINES + 1, "stale deadlines pile up"
 

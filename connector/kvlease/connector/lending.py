@@ -35,7 +35,7 @@ from kvlease.connector.lender_effects import (
     WriteSeal,
 )
 from kvlease.connector.link import EndOrder, Link
-from kvlease.connector.loan import LenderTerms, Loan, LoanRefused
+from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, OverQuota
 from kvlease.connector.request_params import RequestParams
 from kvlease.connector.seal_table import SealTable
 from kvlease.registry.clock import Clock
@@ -150,8 +150,8 @@ class Lending:
         )
         try:
             effects = self._holder.lend(loan, self._clock.now_ms())
-        except LoanRefused:
-            self._instruments.not_lent.labels("limit").inc()
+        except LoanRefused as refusal:
+            self._instruments.not_lent.labels("quota" if isinstance(refusal, OverQuota) else "limit").inc()
             return None
         self._carry_out(effects)
         self._instruments.loans.inc()
@@ -182,10 +182,19 @@ class Lending:
                 self._carry_out(self._holder.end(order.lease_id, order.reason))
             else:
                 self._carry_out(self._holder.renew(order.lease_id, order.ttl_ms, now_ms))
-        self._carry_out(self._holder.tick(now_ms))
+        free_blocks = self._pool.get_num_free_blocks()
+        self._carry_out(self._holder.tick(now_ms, free_blocks=free_blocks))
+        if free_blocks < self._terms.keep_free_blocks:
+            self._carry_out(self._holder.ease(self._pool.get_num_free_blocks()))
         if now_ms - self._reported_ms >= POOL_REPORT_MS:
             self._reported_ms = now_ms
             self._report()
+
+    def was_read(self, lease_ids: Iterable[LeaseId]) -> None:
+        """Borrowers have read these leases, as far as their NIXL agents said so."""
+        now_ms = self._clock.now_ms()
+        for lease_id in lease_ids:
+            self._holder.was_read(lease_id, now_ms)
 
     def give_way(self, more_blocks: int, least_blocks: int = 0) -> bool:
         """The engine lacks blocks: ends live leases until they held `more_blocks`; whether any was ended.

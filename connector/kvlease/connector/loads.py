@@ -53,3 +53,5 @@ class WorkerReports:
     loads: list[LoadReport] = field(default_factory=list)
     landed_late: list[tuple[str, int]] = field(default_factory=list)
     """(request id, rank) of late READs that can write no more."""
+    reads: list[str] = field(default_factory=list)
+    """Ids of this lender's leases that borrowers have read, as rank 0 was told."""

@@ -6,13 +6,18 @@ Invariant: terms hold for an incarnation; nothing of them changes while a lease 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvlease.registry.values import ConversationId, EngineId, Incarnation, LeaseId, OnDeadline, TenantId
 
 
 class LoanRefused(ValueError):
     """This loan cannot be made; nothing was changed."""
+
+
+class OverQuota(LoanRefused):
+    """The loan alone needs more than its tenant's share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,19 @@ class LenderTerms:
     """From a lease's publish to its last possible deadline, whatever is asked; 0: as long as somebody renews it."""
     on_deadline: OnDeadline = OnDeadline.LAPSE
     renewable: bool = False
+    self_renewing: bool = False
+    """Elastic: leases are renewed at their deadline without being asked, while enough blocks are free."""
+    keep_free_blocks: int = 0
+    """Below so many free blocks, live leases give theirs back, the cheapest loss first, and none renews itself."""
+    tenant_blocks: int = 0
+    """Blocks that live leases of one tenant may hold; 0: as many as all may."""
+    blocks_of_tenants: Mapping[TenantId, int] = field(default_factory=dict)
+    """The same for tenants that have a limit of their own."""
+
+    def blocks_for(self, tenant: TenantId) -> int:
+        """Blocks that live leases of this tenant may hold."""
+        own = self.blocks_of_tenants.get(tenant, self.tenant_blocks)
+        return min(own, self.max_blocks) if own else self.max_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

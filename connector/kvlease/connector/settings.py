@@ -6,7 +6,8 @@ Typed, with limits; no vLLM here. What the engine itself must look like is check
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Self
+from enum import StrEnum
+from typing import Annotated, Final, Self
 
 from kvlease.registry.client_credentials import Credentials
 from kvlease.registry.values import DEFAULT_TENANT, OnDeadline, TenantId, is_id
@@ -42,6 +43,27 @@ OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
 Tenant = Annotated[TenantId, AfterValidator(_tenant)]
 
 
+class Mode(StrEnum):
+    """How long leases live."""
+
+    FIXED = "fixed"
+    """For their ttl."""
+    HEARTBEAT = "heartbeat"
+    """Briefly, unless somebody renews them while the conversation is alive."""
+    ELASTIC = "elastic"
+    """While the engine has memory to spare: the lender renews them itself."""
+
+
+_TERMS_OF_MODES: Final = {
+    Mode.FIXED: {"lease_ttl_ms": 480_000, "max_lifetime_ms": 0, "renewable": False},
+    Mode.HEARTBEAT: {"lease_ttl_ms": 60_000, "max_lifetime_ms": 0, "renewable": True},
+    Mode.ELASTIC: {"lease_ttl_ms": 60_000, "max_lifetime_ms": 3_600_000, "renewable": False},
+}
+"""What a mode means where the settings say nothing else."""
+HEARTBEAT_TTL_MS: Final = 2_000
+"""Whoever renews does so once a second at most."""
+
+
 class ConnectorSettings(BaseSettings):
     """All of the connector's own settings; what the engine's configuration says wins over the environment."""
 
@@ -54,12 +76,24 @@ class ConnectorSettings(BaseSettings):
     token_file: str = Field("", description="file: this engine's bearer token, where callers are known by tokens")
     lend: bool | None = Field(None, description="keep the KV of finished turns; default: if the engine decodes")
     borrow: bool | None = Field(None, description="read leases instead of computing; default: if the engine prefills")
-    lease_ttl_ms: int = Field(480_000, ge=0, le=86_400_000, description="how far ahead a publish puts the deadline")
-    max_lifetime_ms: int = Field(0, ge=0, le=86_400_000, description="no renewal keeps a lease longer; 0: no limit")
+    mode: Mode = Field(Mode.FIXED, description="fixed ttl; heartbeat: short unless renewed; elastic: renews itself")
+    lease_ttl_ms: int = Field(
+        480_000, ge=0, le=86_400_000, description="how far ahead a publish puts the deadline; 60 000 in other modes"
+    )
+    max_lifetime_ms: int = Field(
+        0, ge=0, le=86_400_000, description="no renewal keeps a lease longer; 0: no limit; elastic: 3 600 000"
+    )
     on_deadline: OnDeadline = Field(OnDeadline.LAPSE, description="lapse: readable until reused; end: plain fixed ttl")
-    renewable: bool = Field(False, description="whether others may ask to move deadlines ahead")
+    renewable: bool = Field(False, description="whether others may ask to move deadlines ahead; heartbeat: true")
     max_leases: int = Field(4_096, ge=1, le=65_536, description="slots of the seal table")
     lease_share: float = Field(0.8, gt=0, le=1, description="share of the KV blocks that live leases may hold")
+    tenant_share: float = Field(1, gt=0, le=1, description="share of those blocks that one tenant's leases may hold")
+    tenant_shares: dict[Tenant, Annotated[float, Field(gt=0, le=1)]] = Field(
+        default_factory=dict, max_length=4_096, description="the same for tenants with a share of their own"
+    )
+    keep_free: float = Field(
+        0.05, ge=0, lt=1, description="share of the KV blocks below which leases give theirs back, cheapest loss first"
+    )
     stride_tokens: int = Field(64, ge=1, le=4_096, description="tokens per digest, rounded up to whole blocks")
     resolve_wait_ms: int = Field(50, ge=1, le=5_000, description="how long a request may be held back for a resolve")
     probe_ms: int = Field(250, ge=1, le=5_000, description="limit of asking a lender's side channel whether it lives")
@@ -75,6 +109,25 @@ class ConnectorSettings(BaseSettings):
     metrics: OptionalEndpoint = Field("", description="HOST:PORT of a Prometheus endpoint; empty: none")
     otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces; empty: as OTEL_* variables say")
     allow_untested_engine: bool = Field(False, description="try vLLM versions that this release was not tested with")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _terms_of_the_mode(cls, given: object) -> object:
+        """What is not said follows from the mode."""
+        if not isinstance(given, dict):
+            return given
+        terms = _TERMS_OF_MODES.get(given.get("mode", Mode.FIXED))
+        return given if terms is None else {**terms, **given}
+
+    @model_validator(mode="after")
+    def _mode_that_works(self) -> Self:
+        if self.mode is Mode.HEARTBEAT and not self.renewable:
+            raise ValueError("mode heartbeat needs renewable: true, since its leases live by being renewed")
+        if self.mode is Mode.HEARTBEAT and self.lease_ttl_ms < HEARTBEAT_TTL_MS:
+            raise ValueError(f"mode heartbeat needs a lease_ttl_ms of {HEARTBEAT_TTL_MS} at least")
+        if self.mode is Mode.ELASTIC and not self.max_lifetime_ms:
+            raise ValueError("mode elastic needs a max_lifetime_ms, since nobody else ends its leases")
+        return self
 
     @model_validator(mode="after")
     def _ttl_within_lifetime(self) -> Self:

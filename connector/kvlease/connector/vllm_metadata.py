@@ -26,6 +26,7 @@ class ReportsFromWorkers(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vL
         if isinstance(other, ReportsFromWorkers):
             self.reports.loads += other.reports.loads
             self.reports.landed_late += other.reports.landed_late
+            self.reports.reads += other.reports.reads
         return self
 
 

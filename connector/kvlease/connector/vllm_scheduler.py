@@ -35,7 +35,7 @@ from kvlease.connector.vllm_side_channel import VllmSideChannel
 from kvlease.connector.vllm_weights import WeightsWatch
 from kvlease.registry.clock import Clock
 from kvlease.registry.telemetry import configure_tracing, serve_metrics
-from kvlease.registry.values import EndReason
+from kvlease.registry.values import EndReason, LeaseId
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
 if TYPE_CHECKING:
@@ -277,10 +277,12 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
 
     @guarded
     def _reported(self, connector_output: Any) -> None:
-        if self._borrowing is None:
-            return
         finished = connector_output.finished_recving or ()
         reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, ReportsFromWorkers) and self._lending is not None:
+            self._lending.was_read(map(LeaseId, reports.reports.reads))
+        if self._borrowing is None:
+            return
         if isinstance(reports, ReportsFromWorkers):
             self._borrowing.reported(reports.reports)
         for request_id in finished:

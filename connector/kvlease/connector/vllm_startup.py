@@ -17,7 +17,7 @@ from kvlease.connector.borrower import BorrowTerms
 from kvlease.connector.lending import Pool
 from kvlease.connector.loan import LenderTerms, RankTable
 from kvlease.connector.seal_table import SealTable
-from kvlease.connector.settings import ConnectorSettings
+from kvlease.connector.settings import ConnectorSettings, Mode
 from kvlease.registry.values import Engine, EngineId, Fingerprint, Incarnation
 from vllm.version import __version__ as vllm_version
 
@@ -86,6 +86,7 @@ def lender_terms(
     tables: Mapping[tuple[int, int], SealTable],
 ) -> LenderTerms:
     """Terms of a new incarnation. `tables`: by (pp rank, tp rank)."""
+    max_blocks = max(1, int(identity.pool.num_gpu_blocks * settings.lease_share))
     return LenderTerms(
         engine_id=EngineId(scheduler.engine_id),
         incarnation=Incarnation(secrets.token_bytes(16)),
@@ -98,11 +99,15 @@ def lender_terms(
             for (pp_rank, tp_rank), table in tables.items()
         ),
         slots=min(table.slots for table in tables.values()),
-        max_blocks=max(1, int(identity.pool.num_gpu_blocks * settings.lease_share)),
+        max_blocks=max_blocks,
         ttl_ms=settings.lease_ttl_ms,
         max_lifetime_ms=settings.max_lifetime_ms,
         on_deadline=settings.on_deadline,
         renewable=settings.renewable,
+        self_renewing=settings.mode is Mode.ELASTIC,
+        keep_free_blocks=int(identity.pool.num_gpu_blocks * settings.keep_free),
+        tenant_blocks=max(1, int(max_blocks * settings.tenant_share)),
+        blocks_of_tenants={tenant: max(1, int(max_blocks * share)) for tenant, share in settings.tenant_shares.items()},
     )
 
 
@@ -117,6 +122,7 @@ def lender(
         version=f"kvlease {version('kvlease')}, vllm {vllm_version}, nixl {_nixl_version()}",
         fingerprint=identity.fingerprint,
         labels=(
+            ("mode", settings.mode.value),
             ("lease_ttl_ms", str(terms.ttl_ms)),
             ("on_deadline", terms.on_deadline.value),
             ("recompute_threshold", str(scheduler.kv_recompute_threshold)),

@@ -77,7 +77,8 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
         if lends:
             sweep()
             self._kvl_table = SealTable.create(settings.max_leases)
-        self.nixl_wrapper: Any = NotificationFilter(self.nixl_wrapper)
+        self._kvl_notified = NotificationFilter(self.nixl_wrapper)
+        self.nixl_wrapper: Any = self._kvl_notified
         self._kvl_reader = SealReader(self.nixl_wrapper) if borrows else None
 
     # -- registration ----------------------------------------------------------------------------------------------
@@ -301,7 +302,10 @@ class KvleaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]  # vLLM is n
 
     def build_reports(self) -> ReportsFromWorkers | None:
         """What happened since the last step; None if nothing did."""
-        if not self._kvl_reports.loads and not self._kvl_reports.landed_late:
+        reads = self._kvl_notified.take_reads()
+        if not self.tp_rank:  # each rank is read and told; one of them counts
+            self._kvl_reports.reads += reads
+        if not (self._kvl_reports.loads or self._kvl_reports.landed_late or self._kvl_reports.reads):
             return None
         reports, self._kvl_reports = self._kvl_reports, WorkerReports()
         return ReportsFromWorkers(reports=reports)

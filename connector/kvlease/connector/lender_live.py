@@ -1,0 +1,120 @@
+"""The live leases of a lender: how many blocks they hold, in all and by tenant, and whose loss is the cheapest.
+
+Pure. A lease's loss costs what it is likely to save: least reuse per block first, among equals the one that has been
+used least recently. Reuse is counted along a conversation, since its next turn replaces the lease that was read.
+
+Invariant: a lease is here exactly while it is live; sums are those of the leases here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Final
+
+from kvlease.registry.values import LeaseId, TenantId
+
+_STALE: Final = 64
+"""Entries of a heap that may be stale beyond one for each lease before it is rebuilt."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Loss:
+    """What is lost with a lease; the smallest goes first."""
+
+    reads_per_block: float
+    used_ms: int
+    lease_id: LeaseId
+
+
+@dataclass(slots=True)
+class _Live:
+    tenant: TenantId
+    blocks: int
+    reads: int
+    loss: Loss
+
+
+class _Heap:
+    """Losses, the smallest first. An entry is stale if its lease is gone or has another loss by now."""
+
+    def __init__(self) -> None:
+        self.entries: list[Loss] = []
+        self.leases = 0
+        self.blocks = 0
+
+    def first(self, leases: dict[LeaseId, _Live]) -> Loss | None:
+        while self.entries:
+            loss = self.entries[0]
+            live = leases.get(loss.lease_id)
+            if live is not None and live.loss == loss:
+                return loss
+            heapq.heappop(self.entries)
+        return None
+
+    def push(self, loss: Loss, leases: dict[LeaseId, _Live]) -> None:
+        heapq.heappush(self.entries, loss)
+        if len(self.entries) > 2 * self.leases + _STALE:
+            self.entries = [x for x in set(self.entries) if x.lease_id in leases and leases[x.lease_id].loss == x]
+            heapq.heapify(self.entries)
+
+
+class LiveLeases:
+    """All live leases of one lender."""
+
+    def __init__(self) -> None:
+        self._leases: dict[LeaseId, _Live] = {}
+        self._all = _Heap()
+        self._tenants: dict[TenantId, _Heap] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def blocks(self) -> int:
+        """References on blocks, counted once per lease."""
+        return self._all.blocks
+
+    def blocks_of(self, tenant: TenantId) -> int:
+        heap = self._tenants.get(tenant)
+        return 0 if heap is None else heap.blocks
+
+    def add(self, lease_id: LeaseId, tenant: TenantId, blocks: int, *, reads: int, now_ms: int) -> None:
+        loss = Loss(reads / max(1, blocks), now_ms, lease_id)
+        self._leases[lease_id] = _Live(tenant, blocks, reads, loss)
+        for heap in (self._all, self._tenants.setdefault(tenant, _Heap())):
+            heap.leases += 1
+            heap.blocks += blocks
+            heap.push(loss, self._leases)
+
+    def drop(self, lease_id: LeaseId) -> None:
+        live = self._leases.pop(lease_id)
+        own = self._tenants[live.tenant]
+        for heap in (self._all, own):
+            heap.leases -= 1
+            heap.blocks -= live.blocks
+        if not own.leases:
+            del self._tenants[live.tenant]
+
+    def used(self, lease_id: LeaseId, *, reads: int, now_ms: int) -> None:
+        """The lease was renewed, or read: `reads` in all."""
+        live = self._leases[lease_id]
+        if now_ms == live.loss.used_ms and reads == live.reads:
+            return
+        live.reads = reads
+        live.loss = Loss(reads / max(1, live.blocks), now_ms, lease_id)
+        for heap in (self._all, self._tenants[live.tenant]):
+            heap.push(live.loss, self._leases)
+
+    def cheapest(self, tenant: TenantId | None = None) -> LeaseId | None:
+        """The lease to lose first, of all or of one tenant; None if there is none."""
+        heap = self._all if tenant is None else self._tenants.get(tenant)
+        loss = None if heap is None else heap.first(self._leases)
+        return None if loss is None else loss.lease_id
+
+    def check(self) -> None:
+        """Recounts; raises AssertionError on a difference. For tests and the simulation."""
+        for tenant, heap in [(None, self._all), *self._tenants.items()]:
+            mine = [live for live in self._leases.values() if tenant in (None, live.tenant)]
+            assert (heap.leases, heap.blocks) == (len(mine), sum(live.blocks for live in mine))
+            assert {live.loss for live in mine} <= set(heap.entries), "a live lease has no entry"

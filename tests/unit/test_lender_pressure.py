@@ -1,0 +1,168 @@
+"""The lease holder when memory is wanted: who goes first, and how much of it one tenant may hold.
+
+What goes first is part of what users are promised, so the order is asserted, not only the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kvlease.connector.lender_effects import AnnounceLapsed
+from kvlease.connector.lender_live import LiveLeases
+from kvlease.connector.loan import OverQuota
+from kvlease.registry.values import EndReason, LeaseId, LeaseState, OnDeadline, RenewStatus, TenantId
+
+from tests.unit.lender_story import ends, holder, kinds, loan
+
+OTHER = TenantId("other")
+
+
+def test_too_many_blocks_end_the_live_lease_used_least_recently() -> None:
+    lender = holder()
+    for number, name in enumerate(("old", "middle", "young")):
+        lender.lend(loan(name, conversation=None, first=10 * number), number)
+    lender.renew(LeaseId("old"), 5_000, 50)
+    effects = lender.lend(loan("new", "a", conversation=None, first=40), 200)
+    assert ends(effects) == [("middle", EndReason.PRESSURE)]
+    assert lender.live_blocks == 10
+    lender.check()
+
+
+def test_a_lease_that_is_read_stays_longer_the_fewer_blocks_it_has() -> None:
+    lender = holder(max_blocks=100)
+    for name, text in (("unread", "a"), ("large", "abcdef"), ("small", "a")):
+        lender.lend(loan(name, text, conversation=None), 0)
+    for name in ("large", "small"):
+        lender.was_read(LeaseId(name), 10)
+    lender.was_read(LeaseId("unknown"), 10)
+    order = [lender.relieve(1) for _ in range(3)]
+    assert [ends(effects)[0][0] for effects in order] == ["unread", "large", "small"]
+    lender.check()
+
+
+def test_reuse_is_counted_along_the_conversation() -> None:
+    lender = holder()
+    lender.lend(loan("turn1", "a"), 0)
+    lender.was_read(LeaseId("turn1"), 1)
+    lender.lend(loan("turn2", "ab"), 2)
+    lender.lend(loan("oneshot", "ab", conversation="d", first=20), 3)
+    assert ends(lender.relieve(1)) == [("oneshot", EndReason.PRESSURE)]
+    assert LeaseId("turn2") in lender
+
+
+def test_a_lapsed_lease_that_was_read_is_worth_it_when_it_lives_again() -> None:
+    lender = holder()
+    lender.lend(loan("read", ttl_ms=1), 0)
+    lender.tick(1)
+    lender.was_read(LeaseId("read"), 2)
+    lender.renew(LeaseId("read"), 0, 3)
+    lender.lend(loan("unread", conversation=None, first=20), 4)
+    assert ends(lender.relieve(1)) == [("unread", EndReason.PRESSURE)]
+
+
+def test_too_many_leases_end_the_oldest_lapsed_one_first() -> None:
+    lender = holder(max_blocks=1_000)
+    for number in range(4):
+        lender.lend(loan(f"l{number}", conversation=None, ttl_ms=100 - number, first=10 * number), 0)
+    lender.tick(98)  # l3 and l2 lapse, in this order
+    effects = lender.lend(loan("new", conversation=None, first=90), 98)
+    assert ends(effects) == [("l3", EndReason.PRESSURE)]
+    effects = lender.lend(loan("newer", conversation=None, first=80), 98)
+    assert ends(effects) == [("l2", EndReason.PRESSURE)]
+    effects = lender.lend(loan("newest", conversation=None, first=70), 98)
+    assert ends(effects) == [("l0", EndReason.PRESSURE)], "none is lapsed: the cheapest loss"
+    lender.check()
+
+
+def test_pressure_takes_no_more_than_is_wanted_and_never_the_lapsed() -> None:
+    lender = holder()
+    for number, ttl_ms in enumerate((500, 300, 1)):
+        lender.lend(loan(f"l{number}", "a", conversation=None, ttl_ms=ttl_ms, first=10 * number), number)
+    lender.tick(3)  # l2 lapses: its blocks are free already
+    assert ends(lender.relieve(1)) == [("l0", EndReason.PRESSURE)]
+    assert ends(lender.relieve(100)) == [("l1", EndReason.PRESSURE)]
+    assert lender.relieve(1) == []
+    assert lender.relieve(0) == []
+    assert LeaseId("l2") in lender
+    lender.check()
+
+
+# -- blocks that are to stay free
+
+
+@pytest.mark.parametrize(("free", "gone"), [(10, []), (9, ["l0"]), (7, ["l0", "l1"]), (0, ["l0", "l1", "l2"])])
+def test_below_the_watermark_the_cheapest_leases_lapse_until_enough_is_free(free: int, gone: list[str]) -> None:
+    lender = holder(keep_free_blocks=10)
+    for number in range(3):
+        lender.lend(loan(f"l{number}", "a", conversation=None, first=10 * number), number)
+    effects = lender.ease(free)
+    assert [x.lease_id for x in effects if isinstance(x, AnnounceLapsed)] == gone
+    assert lender.count(LeaseState.LAPSED) == len(gone)
+    lender.check()
+
+
+def test_leases_that_may_not_lapse_end_at_the_watermark() -> None:
+    lender = holder(keep_free_blocks=1, on_deadline=OnDeadline.END)
+    lender.lend(loan("a"), 0)
+    assert kinds(lender.ease(0)) == ["BreakSeal", "Free", "AnnounceEnded"]
+
+
+# -- a share for each tenant
+
+
+def test_a_tenant_over_its_share_loses_its_own_leases_only() -> None:
+    lender = holder(tenant_blocks=8)
+    lender.lend(replace(loan("theirs", conversation=None, first=90), tenant=OTHER), 0)
+    lender.lend(loan("a", conversation=None), 1)
+    lender.lend(loan("b", conversation=None, first=10), 2)
+    assert lender.live_blocks == 12
+    effects = lender.lend(loan("c", conversation=None, first=20), 3)
+    assert ends(effects) == [("a", EndReason.QUOTA)]
+    assert LeaseId("theirs") in lender
+    lender.check()
+
+
+def test_a_turn_larger_than_its_tenants_share_is_refused_without_a_change() -> None:
+    lender = holder(tenant_blocks=6, blocks_of_tenants={OTHER: 2})
+    lender.lend(loan("a", conversation=None), 0)
+    with pytest.raises(OverQuota):
+        lender.lend(loan("b", "abcd", conversation=None, first=20), 1)
+    with pytest.raises(OverQuota):
+        lender.lend(replace(loan("c", conversation=None, first=30), tenant=OTHER), 1)
+    assert lender.lend(replace(loan("d", "a", conversation=None, first=30), tenant=OTHER), 1)
+    assert (len(lender), lender.live_blocks) == (2, 6)
+    lender.check()
+
+
+def test_a_renewal_does_not_pin_again_what_is_over_the_share() -> None:
+    lender = holder(tenant_blocks=6)
+    lender.lend(loan("a", conversation=None, ttl_ms=1), 0)
+    lender.tick(1)
+    lender.lend(loan("b", conversation=None, first=20), 2)
+    (refused,) = lender.renew(LeaseId("a"), 0, 3)
+    assert getattr(refused, "status", None) is RenewStatus.PRESSURE
+    lender.check()
+
+
+def test_a_share_larger_than_that_of_all_is_that_of_all() -> None:
+    lender = holder(tenant_blocks=1_000)
+    for number in range(4):
+        lender.lend(loan(f"l{number}", conversation=None, first=10 * number), number)
+    assert lender.live_blocks == 12
+    lender.check()
+
+
+# -- the order itself
+
+
+def test_uses_without_end_do_not_grow_anything() -> None:
+    live = LiveLeases()
+    for number in range(3):
+        live.add(LeaseId(f"l{number}"), OTHER, 2, reads=0, now_ms=0)
+    for now_ms in range(10_000):
+        live.used(LeaseId("l1"), reads=0, now_ms=now_ms)
+    assert len(live._all.entries) < 100
+    assert live.cheapest() == live.cheapest(OTHER) == "l0"
+    assert live.cheapest(TenantId("nobody")) is None
+    live.check()

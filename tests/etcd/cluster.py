@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -156,9 +157,14 @@ class Member:
         self.stopped = False
 
     def stop(self) -> None:
-        """SIGSTOP: it hangs with its connections open."""
+        """SIGSTOP: it hangs with its connections open. All its threads have stopped when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
         self.stopped = True
+        end_s = time.monotonic() + STOP_S
+        while not _all_stopped(self.pid):
+            if time.monotonic() > end_s:
+                raise EtcdFailed(f"{self.name} runs on {STOP_S} s after SIGSTOP")
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -336,6 +342,14 @@ def _command(settings: ClusterSettings, place: Place, initial: str, server: File
     if settings.password:
         command += ["--bcrypt-cost", "4"]
     return [*command, *settings.flags]
+
+
+def _all_stopped(pid: int) -> bool:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it ended
+            if (thread / "stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
+                return False
+    return True
 
 
 def _dying_with_us() -> list[str]:

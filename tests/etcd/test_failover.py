@@ -14,6 +14,7 @@ from kvlease.etcd import (
     Doubtful,
     EtcdClient,
     EtcdLimits,
+    LeaseId,
     PutOp,
     Unavailable,
     absent,
@@ -21,7 +22,9 @@ from kvlease.etcd import (
 )
 
 from tests.etcd.cluster import Cluster, Member, free_ports
+from tests.etcd.reader import changes
 from tests.etcd.writer import writing
+from tests.integration.cut_line import cut_line
 
 LIMITS = EtcdLimits(call_timeout_ms=10_000)
 FAR_S = 6.0
@@ -103,6 +106,55 @@ async def test_what_may_not_be_repeated_is_doubtful(trio: Cluster, prefix: bytes
         assert (await etcd.txn([absent(prefix + b"x")], [PutOp(key=prefix + b"x", value=b"")])).succeeded
 
 
+async def test_a_change_whose_answer_is_lost(solo: Cluster, prefix: bytes) -> None:
+    """It was done, and that is what Doubtful says: maybe. What may be repeated is done once, too."""
+    async with (
+        cut_line(solo.endpoints[0]) as line,
+        EtcdClient((line.endpoint,)) as deaf,
+        EtcdClient(solo.endpoints) as etcd,
+    ):
+        await deaf.get(prefix)
+        line.withhold_answers()
+        with pytest.raises(Doubtful):
+            await deaf.txn([absent(prefix)], [PutOp(key=prefix, value=b"")])
+        assert (await etcd.get(prefix)).count == 1
+        with pytest.raises(Doubtful):
+            await deaf.put(prefix + b"again", b"", idempotent=True, timeout_ms=1_500)
+        with pytest.raises(Unavailable):
+            await deaf.get(prefix, timeout_ms=300)
+        line.move()
+        assert (await deaf.get(prefix)).count == 1
+
+
+async def test_a_grant_whose_answer_is_lost_is_one_lease(solo: Cluster) -> None:
+    async with cut_line(solo.endpoints[0]) as line, EtcdClient((line.endpoint, *solo.endpoints)) as etcd:
+        await etcd.status()
+        line.withhold_answers()
+        grant = await etcd.grant(60)
+        assert etcd.endpoint == solo.endpoints[0]
+        assert await etcd.keep_alive_once(grant.lease_id) == 60
+        assert await etcd.revoke(grant.lease_id)
+
+
+async def test_member_without_a_leader_is_left(trio: Cluster, prefix: bytes) -> None:
+    """It answers, and believes what it knew; calls and an open watch must not believe it."""
+    alone, *others = trio.members.values()
+    limits = EtcdLimits(watch_timeout_ms=1_000)
+    async with EtcdClient((alone.endpoint,), limits=limits) as etcd, etcd.watch(prefix) as watch:
+        await anext(watch)
+        for member in others:
+            member.kill()
+        async with asyncio.timeout(10):
+            with pytest.raises(Unavailable):
+                await changes(watch, 1)
+        with pytest.raises(Unavailable):
+            await etcd.get(prefix, timeout_ms=500)
+        assert (await etcd.status(alone.endpoint)).leader == 0
+        await trio.heal()
+        await etcd.put(prefix, b"", idempotent=True)
+        await changes(watch, 1)
+
+
 async def test_unreachable_members_are_passed_over_even_by_transactions(trio: Cluster, prefix: bytes) -> None:
     """Nothing was sent to a member that has no connection, so a transaction may go to the next one."""
     follower = await trio.follower()
@@ -119,21 +171,21 @@ async def test_all_endpoints_away(prefix: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoints = (*refusing, f"127.0.0.1:{silent.getsockname()[1]}")
         async with EtcdClient(endpoints, limits=EtcdLimits(watch_timeout_ms=700)) as etcd:
-            loop = asyncio.get_running_loop()
-            for call in (
-                lambda: etcd.get(prefix, timeout_ms=700),
-                lambda: etcd.put(prefix, b"", timeout_ms=700),
-                lambda: etcd.txn([], [PutOp(key=prefix, value=b"")], timeout_ms=700),
-                lambda: etcd.grant(10, timeout_ms=700),
-                lambda: etcd.keep_alive_once((1), timeout_ms=700),  # type: ignore[arg-type]
-                lambda: etcd.status(timeout_ms=700),
-                lambda: etcd.status(endpoints[2], timeout_ms=700),
-                lambda: anext(etcd.watch(prefix)),
-            ):
-                started = loop.time()
-                with pytest.raises(Unavailable):
-                    await call()
-                assert loop.time() - started < 2.0
+            async with asyncio.timeout(3):
+                ends = await asyncio.gather(
+                    etcd.get(prefix, timeout_ms=700),
+                    etcd.put(prefix, b"", timeout_ms=700),
+                    etcd.txn([], [PutOp(key=prefix, value=b"")], timeout_ms=700),
+                    etcd.grant(10, timeout_ms=700),
+                    etcd.keep_alive_once(LeaseId(1), timeout_ms=700),
+                    etcd.status(timeout_ms=700),
+                    etcd.status(endpoints[2], timeout_ms=700),
+                    anext(etcd.watch(prefix)),
+                    return_exceptions=True,
+                )
+            assert [type(end) for end in ends] == [Unavailable] * 8
+            with pytest.raises(Unavailable, match="Connection refused"):
+                await etcd.status(refusing[0])
 
 
 async def test_etcd_comes_back(solo: Cluster, prefix: bytes) -> None:

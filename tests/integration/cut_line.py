@@ -1,4 +1,4 @@
-"""A line between a client and a registry that a test can cut, mend, and let stand still: a TCP relay on loopback.
+"""A line between a client and its server that a test can cut, mend, and let stand still: a TCP relay on loopback.
 
 It passes bytes on and knows nothing of them. Leaving the block closes every connection.
 """
@@ -22,6 +22,8 @@ class CutLine:
         self._open: set[asyncio.StreamWriter] = set()
         self._moving = asyncio.Event()
         self._moving.set()
+        self._answering = asyncio.Event()
+        self._answering.set()
         self._whole = True
         self.endpoint = ""
         """Where the client is to connect."""
@@ -39,8 +41,13 @@ class CutLine:
         """Connections stay, and nothing moves on them until `move`."""
         self._moving.clear()
 
+    def withhold_answers(self) -> None:
+        """What the client says arrives, and no answer comes back until `move`."""
+        self._answering.clear()
+
     def move(self) -> None:
         self._moving.set()
+        self._answering.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of the client."""
@@ -52,15 +59,18 @@ class CutLine:
         self._open.update(both)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump(reader, far_writer))
-                group.create_task(self._pump(far_reader, writer))
+                group.create_task(self._pump(reader, far_writer, ()))
+                group.create_task(self._pump(far_reader, writer, (self._answering,)))
         finally:
             self._open.difference_update(both)
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, also: tuple[asyncio.Event, ...]
+    ) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await source.read(CHUNK):
-                await self._moving.wait()
+                for gate in (self._moving, *also):
+                    await gate.wait()
                 sink.write(data)
                 await sink.drain()
         sink.transport.abort()

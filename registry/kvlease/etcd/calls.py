@@ -18,11 +18,15 @@ from kvlease.etcd.errors import AnswerTooLarge, ClientClosed, Doubtful, Unavaila
 from kvlease.etcd.faults import Fault, judge, refusal
 from kvlease.etcd.limits import EtcdLimits
 from kvlease.etcd.login import Login
+from kvlease.etcd.methods import STATUS
+from kvlease.etcdv3 import etcd_pb2 as pb
 
 T = TypeVar("T")
 
 _HAS_LEADER: Final = (("hasleader", "true"),)
 """Else a member that lost its leader keeps a watch open and silent."""
+_WHY_S: Final = 0.1
+"""For gRPC to say why it has no connection; it does at once."""
 _MAX_LOGINS: Final = 2
 """Fresh tokens that one call asks for."""
 
@@ -139,10 +143,10 @@ class Calls:
     async def unary_at(
         self, endpoint: Endpoint, method: Method[Req, Res], request: Req, *, timeout_ms: int | None = None
     ) -> Res:
-        """The answer of this very endpoint, tried once; for reads. Raises as `unary` does."""
+        """The answer of this very endpoint, leader or not, tried once; for reads. Raises as `unary` does."""
         timeout_ms = self._limits.try_timeout_ms if timeout_ms is None else timeout_ms
         try:
-            return await self.attempt(endpoint, method, request, timeout_s=timeout_ms / 1000)
+            return await self.attempt(endpoint, method, request, timeout_s=timeout_ms / 1000, needs_leader=False)
         except TryFailed as failed:
             raise Unavailable(f"{endpoint.name} did not answer within {timeout_ms} ms: {failed.text}") from failed
 
@@ -150,9 +154,19 @@ class Calls:
         """etcd has refused this token: the next call fetches another one."""
         self._login.forget(token)
 
-    async def attempt(self, endpoint: Endpoint, method: Method[Req, Res], request: Req, *, timeout_s: float) -> Res:
+    async def attempt(
+        self,
+        endpoint: Endpoint,
+        method: Method[Req, Res],
+        request: Req,
+        *,
+        timeout_s: float,
+        needs_leader: bool = True,
+    ) -> Res:
         """One try at `endpoint`. Raises TryFailed, ClientClosed, or what etcd refused with."""
         metadata, token = await self.prepare(endpoint, timeout_s=timeout_s)
+        if not needs_leader:
+            metadata = metadata[len(_HAS_LEADER) :]
         try:
             return await self.own_cancellation(endpoint.unary(method, request, timeout_s=timeout_s, metadata=metadata))
         except grpc.aio.AioRpcError as error:
@@ -162,8 +176,8 @@ class Calls:
         """Wait for a connection and a token: the call's metadata, and the token in it. Raises TryFailed."""
         if not self._endpoints.is_open:
             raise ClientClosed("the etcd client is closed")
-        if not await endpoint.ready(min(self._limits.connect_timeout_ms / 1000, timeout_s)):
-            raise TryFailed(Fault.NOT_DONE, grpc.StatusCode.UNAVAILABLE, "no connection")
+        if not endpoint.ready and not await endpoint.connected(min(self._limits.connect_timeout_ms / 1000, timeout_s)):
+            raise TryFailed(Fault.NOT_DONE, grpc.StatusCode.UNAVAILABLE, await self._why_not(endpoint))
         token = await self._token(endpoint, timeout_s)
         if not self._endpoints.is_open:
             raise ClientClosed("the etcd client was closed")
@@ -178,6 +192,15 @@ class Calls:
             if self._endpoints.is_open or (task is not None and task.cancelling()):
                 raise
             raise ClientClosed("the etcd client was closed during the call") from None
+
+    async def _why_not(self, endpoint: Endpoint) -> str:
+        """Why there is no connection; gRPC says so to a call only, which ends at once."""
+        if endpoint.refused:
+            try:
+                await endpoint.unary(STATUS, pb.StatusRequest(), timeout_s=_WHY_S, metadata=())
+            except grpc.aio.AioRpcError as error:
+                return error.details() or "no connection"
+        return "no connection in time"
 
     async def _token(self, endpoint: Endpoint, timeout_s: float) -> str:
         try:

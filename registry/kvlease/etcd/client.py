@@ -273,7 +273,7 @@ class EtcdClient:
     # The cluster
 
     async def status(self, endpoint: str | None = None, *, timeout_ms: int | None = None) -> Status:
-        """State of the member at `endpoint`, tried once; or of any one."""
+        """State of the member at `endpoint`, tried once, leader or not; or of any one that has a leader."""
         if endpoint is None:
             answer = await self._calls.unary(STATUS, pb.StatusRequest(), repeat=Repeat.READ, timeout_ms=timeout_ms)
         else:

@@ -41,7 +41,17 @@ class Endpoint:
         self._channel: Final = channel
         self._unary: Final[dict[str, Callable[..., Any]]] = {}
 
-    async def ready(self, timeout_s: float) -> bool:
+    @property
+    def ready(self) -> bool:
+        """Whether there is a connection now. If not, one is being made."""
+        return self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+    @property
+    def refused(self) -> bool:
+        """Whether the last attempt to connect has failed; the channel tries again by itself."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+    async def connected(self, timeout_s: float) -> bool:
         """Whether there is a connection now, or within `timeout_s`; a failed attempt ends the wait. Nothing is sent."""
         try:
             async with asyncio.timeout(timeout_s):

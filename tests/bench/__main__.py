@@ -1,9 +1,9 @@
 """`python -m tests.bench`: what kvlease costs beside the least that could be, as a table and as JSON.
 
-Sections: the registry over sockets against a bare grpc.aio echo, a registry with a million leases, the router before
-engines that take no time, the connector's hooks on an engine's thread, the seal check over NIXL. Figures are held to
-the budgets of registry/DESIGN.md, section 8; only with --check (or CHECK=1) does a missed one change the exit status.
-A section whose libraries are missing is reported as not measured.
+Sections: the registry over sockets against a bare grpc.aio echo, what identity costs, a registry with a million leases,
+the router before engines that take no time, the connector's hooks on an engine's thread, the seal check over NIXL.
+Figures are held to the budgets of registry/DESIGN.md, section 8; only with --check (or CHECK=1) does a missed one
+change the exit status. A section whose libraries are missing is reported as not measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 from rich.console import Console
 
-from tests.bench import engine_sections, registry_sections, router_bench, scale_bench
+from tests.bench import engine_sections, identity_bench, registry_sections, router_bench, scale_bench
 from tests.bench.effort import FULL, QUICK, Effort
 from tests.bench.figures import Figure
 from tests.bench.report import Report, show, write_json
@@ -31,12 +31,23 @@ Section = Callable[[Effort, Progress], Awaitable[list[Figure]]]
 SEED: Final = 20_261
 PAPER_COLUMNS: Final = 160
 """Width of the tables where there is no terminal to ask."""
-NEEDS: Final = {"registry": "uvloop", "scale": "uvloop", "router": "aiohttp", "connector": "vllm", "seals": "nixl"}
+NEEDS: Final = {
+    "registry": "uvloop",
+    "identity": "uvloop",
+    "scale": "uvloop",
+    "router": "aiohttp",
+    "connector": "vllm",
+    "seals": "nixl",
+}
 """Sections, and the package without which each cannot run."""
 
 
 async def registry(effort: Effort, progress: Progress) -> list[Figure]:
     return await registry_sections.measure(effort, SEED, progress)
+
+
+async def identity(effort: Effort, progress: Progress) -> list[Figure]:
+    return await identity_bench.measure(effort, SEED, progress)
 
 
 async def scale(effort: Effort, progress: Progress) -> list[Figure]:
@@ -49,6 +60,7 @@ async def router(effort: Effort, progress: Progress) -> list[Figure]:
 
 SECTIONS: Final[dict[str, Section]] = {
     "registry": registry,
+    "identity": identity,
     "scale": scale,
     "router": router,
     "connector": engine_sections.connector,

@@ -33,6 +33,8 @@ EXPECTED = (
     ("resolve by the client, 24k-token leases", "one caller, p99"),
     ("publish, 1k-token leases", "session, publish to resolvable, p50"),
     ("publish, 24k-token leases", "unary, 32 leases a call"),
+    ("identity, 1k-token leases", "tokens: stream, 64 callers / no identity"),
+    ("identity, 1k-token leases", "certificates: unary, p50"),
     ("a registry with 2,000 leases", "memory of a lease, beside its payload"),
     ("a registry with 2,000 leases", "publish to the last of 100 watchers, p99"),
     ("router", "first byte, added by the router, leases on, p50"),

@@ -7,10 +7,12 @@ clocks are turned by hand; the one real wait here is the length of an outage.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from math import ceil
 from typing import Final
 
 import pytest
@@ -42,12 +44,13 @@ TTL_MS: Final = 60_000
 TEN_MINUTES_MS: Final = 600_000
 
 LENDERS: Final = 50
-AWAY_S: Final = 3.0
+AWAY_S: Final = float(os.environ.get("KVLEASE_OUTAGE_S", "3"))
+"""How long the network is away: KVLEASE_OUTAGE_S=30 for a run by hand."""
 SUSPECT_MS: Final = 2_000
 """Less than the outage."""
-MOST_ATTEMPTS: Final = 10
-"""Of one lender while the registry is away. Pauses of 0.1 s that grow by 1.6 to 1 s, each 20 % shorter by chance,
-make at most 9 in AWAY_S; one more for an attempt that was under way."""
+MOST_ATTEMPTS: Final = 7 + ceil((AWAY_S - 1.2) / 0.8)
+"""Of one lender while the registry is away. Pauses of 0.1 s grow by 1.6 to 1 s, each 20 % shorter by chance: six
+attempts in 1.2 s, then one each 0.8 s at most; one more for an attempt that was under way."""
 
 
 @asynccontextmanager
@@ -282,7 +285,9 @@ def all_of(lenders: list[HoldingLender], what: Callable[[HoldingLender], bool]) 
     return lambda: all(what(lender) for lender in lenders)
 
 
-async def test_an_outage_under_fifty_lenders_makes_no_storm_and_leases_are_back() -> None:
+async def test_an_outage_under_fifty_lenders_makes_no_storm_and_leases_are_back(
+    record_property: Callable[[str, object], None],
+) -> None:
     clock = SystemClock()
     async with registry(clock, suspect_after_ms=SUSPECT_MS) as (server, client), AsyncExitStack() as stack:
         lines = [await stack.enter_async_context(counted_line(server.endpoint)) for _ in range(LENDERS)]
@@ -306,9 +311,13 @@ async def test_an_outage_under_fifty_lenders_makes_no_storm_and_leases_are_back(
 
         for line in lines:
             line.mend()
+        mended = time.monotonic()
         await until(all_of(lenders, lambda lender: lender.connects == 2), "fifty sessions again")
+        record_property("sessions_back_s", time.monotonic() - mended)
         for number in range(LENDERS):
             assert (await hit(client, f"l-{number}")).state is LeaseState.LIVE
+        record_property("leases_back_s", time.monotonic() - mended)
+        record_property("attempts_while_away", (min(tried), max(tried)))
         after = [line.attempts - count for line, count in zip(lines, before, strict=True)]
-        assert max(after) <= 2 * MOST_ATTEMPTS, f"a storm after the outage: {after}"
+        assert max(after) <= MOST_ATTEMPTS + 10, f"a storm after the outage: {after}"
         assert {lender.connects for lender in lenders} == {2}, "each came back once"

@@ -61,17 +61,17 @@ class GuardedService(WrappedService):
     # --- reads
 
     def resolve(self, queries: Sequence[ResolveQuery]) -> list[Found | Miss]:
-        return [self._resolve(query) for query in queries]
-
-    def _resolve(self, query: ResolveQuery) -> Found | Miss:
-        if query.tenant not in CALLER.get().tenants(Rpc.RESOLVE):
+        tenants = CALLER.get().tenants(Rpc.RESOLVE)
+        foreign = [query for query in queries if query.tenant not in tenants]
+        for query in foreign:
             self._note_foreign("resolve", query.tenant, query.lease_id or query.conversation)
-            (answer,) = self.inner.resolve((query._replace(tenant=NOBODY),))
-            return answer
-        (answer,) = self.inner.resolve((query,))
-        if query.lease_id is not None and isinstance(answer, Miss) and answer.reason is MissReason.UNKNOWN:
-            self._note_owner("resolve", query.tenant, query.lease_id)
-        return answer
+        if foreign:
+            queries = [query if query.tenant in tenants else query._replace(tenant=NOBODY) for query in queries]
+        answers = self.inner.resolve(queries)
+        for query, answer in zip(queries, answers, strict=True):
+            if query.lease_id is not None and isinstance(answer, Miss) and answer.reason is MissReason.UNKNOWN:
+                self._note_owner("resolve", query.tenant, query.lease_id)
+        return answers
 
     def locate(self, tenant: TenantId, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located:
         if tenant not in CALLER.get().tenants(Rpc.LOCATE):
@@ -193,7 +193,7 @@ class GuardedService(WrappedService):
 
     def _note_owner(self, act: str, tenant: TenantId, lease_id: LeaseId) -> None:
         owner = self._owner(lease_id)
-        if owner is not None and owner != tenant:
+        if owner is not None and owner != tenant and tenant != NOBODY:
             name = CALLER.get().name
             self._refusals.note(
                 "%s: lease %s is of tenant %s, not %s; answered %s as a miss", act, lease_id, owner, tenant, name

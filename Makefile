@@ -113,7 +113,8 @@ proto-check: $(PROTO_VENV)/.done
 # etcd's messages come without stubs: kvlease.etcd calls by etcd's own method paths.
 protoc = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto --python_out=$(1) --mypy_out=$(1) \
   --plugin=protoc-gen-mypy=$(PROTO_VENV)/bin/protoc-gen-mypy
-generate = $(call protoc,$(1)) proto/kvlease/etcdv3/*.proto && $(call protoc,$(1)) proto/kvlease/v1/*.proto \
+generate = $(call protoc,$(1)) proto/kvlease/etcdv3/*.proto proto/kvlease/v1/store.proto && \
+  $(call protoc,$(1)) proto/kvlease/v1/registry.proto \
   --grpc_python_out=$(1) --mypy_grpc_out=$(1) --plugin=protoc-gen-mypy_grpc=$(PROTO_VENV)/bin/protoc-gen-mypy_grpc
 
 ##@ Set up

@@ -47,7 +47,7 @@ def _gone(*names: str) -> tuple[StoreChange, ...]:
     return tuple(LeaseGone(lease_id=LeaseId(name), reason=EndReason.RELEASED) for name in names)
 
 
-def _engine(name: str = "decode-0", run: int = 0) -> EnginePut:
+def engine_put(name: str = "decode-0", run: int = 0) -> EnginePut:
     engine = Engine(
         engine_id=EngineId(name),
         incarnation=Incarnation(bytes([run]) * 16),
@@ -59,7 +59,7 @@ def _engine(name: str = "decode-0", run: int = 0) -> EnginePut:
     return EnginePut(engine=engine, now_lender_ms=5_000)
 
 
-def _lease(name: str, owner: EnginePut, *, deadline_ms: int = 77_000) -> LeasePut:
+def lease_put(name: str, owner: EnginePut, *, deadline_ms: int = 77_000) -> LeasePut:
     publication = Publication(
         lease_id=LeaseId(name),
         tenant=TenantId("t"),
@@ -76,7 +76,7 @@ def _lease(name: str, owner: EnginePut, *, deadline_ms: int = 77_000) -> LeasePu
     return LeasePut(engine_id=owner.engine.engine_id, incarnation=owner.engine.incarnation, publication=publication)
 
 
-async def _changes(followed: Followed, count: int) -> list[tuple[StoreChange, bool]]:
+async def take_changes(followed: Followed, count: int) -> list[tuple[StoreChange, bool]]:
     """The next `count` changes, and whether they are our own."""
     seen: list[tuple[StoreChange, bool]] = []
     async with asyncio.timeout(LIMIT_S):
@@ -111,23 +111,23 @@ class StoreConformance(ABC):
         async with self.replicas() as (mine, theirs), mine.follow() as followed:
             await theirs.commit(_gone("a", "b"))
             await theirs.commit(_gone("c"))
-            assert await _changes(followed, 3) == [(x, False) for x in _gone("a", "b", "c")]
+            assert await take_changes(followed, 3) == [(x, False) for x in _gone("a", "b", "c")]
             await theirs.commit(_gone("d"))
-            assert await _changes(followed, 1) == [(x, False) for x in _gone("d")]
+            assert await take_changes(followed, 1) == [(x, False) for x in _gone("d")]
 
     async def test_own_batches_come_back_as_own_in_the_order_of_all(self) -> None:
         async with self.replicas() as (mine, theirs), mine.follow() as one, theirs.follow() as two:
             await mine.commit(_gone("mine"))
             await theirs.commit(_gone("theirs"))
-            await mine.commit(_gone("mine too"))
-            assert [own for _, own in await _changes(one, 3)] == [True, False, True]
-            assert [own for _, own in await _changes(two, 3)] == [False, True, False]
+            await mine.commit(_gone("mine-too"))
+            assert [own for _, own in await take_changes(one, 3)] == [True, False, True]
+            assert [own for _, own in await take_changes(two, 3)] == [False, True, False]
 
     async def test_every_change_arrives_as_it_was_written(self) -> None:
-        owner = _engine()
+        owner = engine_put()
         written: tuple[StoreChange, ...] = (
             owner,
-            _lease("one", owner, deadline_ms=77_000),
+            lease_put("one", owner, deadline_ms=77_000),
             AliasPut(tenant=TenantId("t"), alias=Alias(b"a" * 16), conversation=ConversationId("c"), ttl_ms=60_000),
             RenewalAsked(lease_id=LeaseId("one"), ttl_ms=9_000),
             RenewalRefused(lease_id=LeaseId("one"), status=RenewStatus.AT_LIMIT, remaining_ms=-5),
@@ -137,13 +137,13 @@ class StoreConformance(ABC):
         async with self.replicas() as (mine, theirs), mine.follow() as followed:
             for change in written:
                 await theirs.commit((change,))
-            assert [change for change, _ in await _changes(followed, len(written))] == list(written)
+            assert [change for change, _ in await take_changes(followed, len(written))] == list(written)
 
     async def test_whoever_comes_later_finds_what_there_is(self) -> None:
-        mine_put, theirs_put = _engine("decode-0"), _engine("decode-1")
-        gone = _lease("gone", theirs_put)
-        kept = _lease("kept", theirs_put, deadline_ms=50_000)
-        moved = _lease("kept", theirs_put, deadline_ms=90_000)
+        mine_put, theirs_put = engine_put("decode-0"), engine_put("decode-1")
+        gone = lease_put("gone", theirs_put)
+        kept = lease_put("kept", theirs_put, deadline_ms=50_000)
+        moved = lease_put("kept", theirs_put, deadline_ms=90_000)
         alias = AliasPut(tenant=TenantId("t"), alias=Alias(b"a" * 16), conversation=ConversationId("c"), ttl_ms=60_000)
         async with self.replicas() as (mine, theirs):
             await mine.commit((mine_put,))
@@ -156,7 +156,7 @@ class StoreConformance(ABC):
                 assert [(x.alias, x.conversation) for x in view.aliases] == [(alias.alias, alias.conversation)]
                 assert 0 < view.aliases[0].ttl_ms <= alias.ttl_ms
                 await theirs.commit(_gone("kept"))
-                assert await _changes(followed, 1) == [(x, False) for x in _gone("kept")]
+                assert await take_changes(followed, 1) == [(x, False) for x in _gone("kept")]
             await theirs.commit(
                 (EngineGone(engine_id=EngineId("decode-1"), incarnation=theirs_put.engine.incarnation),)
             )
@@ -165,29 +165,29 @@ class StoreConformance(ABC):
                 assert followed.view.leases == ()
 
     async def test_an_engine_and_a_new_incarnation_in_one_commit(self) -> None:
-        old, new = _engine(run=1), _engine(run=2)
+        old, new = engine_put(run=1), engine_put(run=2)
         async with self.replicas() as (mine, theirs):
-            await theirs.commit((old, _lease("old", old)))
+            await theirs.commit((old, lease_put("old", old)))
             async with mine.follow() as followed:
                 gone = EngineGone(engine_id=old.engine.engine_id, incarnation=old.engine.incarnation)
-                await theirs.commit((gone, new, _lease("new", new)))
-                seen = [change for change, _ in await _changes(followed, 2)]
-                assert seen[-2:] == [new, _lease("new", new)]
+                await theirs.commit((gone, new, lease_put("new", new)))
+                seen = [change for change, _ in await take_changes(followed, 2)]
+                assert seen[-2:] == [new, lease_put("new", new)]
             async with mine.follow() as followed:
                 assert [x.put for x in followed.view.engines] == [new]
-                assert _lease("new", new) in followed.view.leases
+                assert lease_put("new", new) in followed.view.leases
 
     async def test_many_changes_in_one_commit(self) -> None:
-        owner = _engine()
-        many = tuple(_lease(f"lease-{i}", owner) for i in range(500))
+        owner = engine_put()
+        many = tuple(lease_put(f"lease-{i}", owner) for i in range(500))
         async with self.replicas() as (mine, theirs), mine.follow() as followed:
             await theirs.commit((owner, *many))
-            assert [change for change, _ in await _changes(followed, 501)] == [owner, *many]
+            assert [change for change, _ in await take_changes(followed, 501)] == [owner, *many]
             async with theirs.follow() as again:
                 assert set(again.view.leases) == set(many)
 
     async def test_beats_reach_the_others_and_come_back(self) -> None:
-        owner = _engine()
+        owner = engine_put()
         beat = EngineBeat(
             engine_id=owner.engine.engine_id,
             incarnation=owner.engine.incarnation,
@@ -216,7 +216,7 @@ class StoreConformance(ABC):
             for i in range(count):
                 await theirs.commit(_gone(str(i)))
             try:
-                seen = [change for change, _ in await _changes(followed, count)]
+                seen = [change for change, _ in await take_changes(followed, count)]
             except Compacted:
                 return
             assert seen == list(_gone(*map(str, range(count))))

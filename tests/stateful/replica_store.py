@@ -21,7 +21,7 @@ from kvlease.registry.table_changes import (
     StoredView,
 )
 from kvlease.registry.table_limits import TableLimits
-from kvlease.registry.values import EndReason, EngineId, LeaseId
+from kvlease.registry.values import EndReason, EngineId, Incarnation, LeaseId
 
 
 @dataclass
@@ -69,6 +69,14 @@ class Store:
                 del self.leases[lease_id]
                 gone.append(LeaseGone(lease_id=lease_id, reason=EndReason.LENDER_LOST))
         self.log.append(Entry(None, Batch(changes=tuple(gone), expired=True)))
+
+    def expire_dead(self, living: set[Incarnation]) -> None:
+        """Nobody keeps the keys of an incarnation that is no more."""
+        gone = [k for k, x in self.leases.items() if x.incarnation not in living]
+        for lease_id in gone:
+            del self.leases[lease_id]
+        changes = tuple(LeaseGone(lease_id=x, reason=EndReason.LENDER_LOST) for x in gone)
+        self.log.append(Entry(None, Batch(changes=changes, expired=True)))
 
     def view(self, reader: int) -> StoredView:
         engines = tuple(StoredEngine(put=put, own=writer == reader) for writer, put in self.engines.values())

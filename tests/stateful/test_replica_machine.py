@@ -306,18 +306,26 @@ class ReplicaMachine(RuleBasedStateMachine):
                 if lender.at is None:
                     self.hello(i, i % REPLICAS)
         self.rest()
+        self.judge()
+        self.store.expire_dead({x.engine.incarnation for x in self.lenders})
+        self.rest()
+        self.judge()
         held = {lease_id for x in self.lenders for lease_id in x.held}
-        assert all(x.at is not None for x in self.lenders)
-        for replica in self.replicas:
-            leases, _ = replica.table.list_leases(ALL, limit=10_000, now_ms=self.now_ms)
-            assert {x.lease_id for x in leases} == held, f"replica {replica.number}"
-            assert not held & self.acknowledged, "an end was undone"
         assert set(self.store.leases) == held, "the store"
         lenders = {x.engine.engine_id: x.engine.incarnation for x in self.lenders}
         assert {k: put.engine.incarnation for k, (_, put) in self.store.engines.items()} == lenders
         for lender in self.lenders:
             for lease_id, publication in lender.held.items():
                 assert self.store.leases[lease_id].publication.deadline_ms == publication.deadline_ms
+
+    def judge(self) -> None:
+        """Every replica has just what the lenders hold."""
+        held = {lease_id for x in self.lenders for lease_id in x.held}
+        assert all(x.at is not None for x in self.lenders)
+        for replica in self.replicas:
+            leases, _ = replica.table.list_leases(ALL, limit=10_000, now_ms=self.now_ms)
+            assert {x.lease_id for x in leases} == held, f"replica {replica.number}"
+            assert not held & self.acknowledged, "an end was undone"
 
     def rest(self) -> None:
         """Everything is written and delivered, until nothing is left to do."""

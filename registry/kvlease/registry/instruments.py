@@ -7,6 +7,7 @@ Invariant: every miss is counted with its reason; an operation that failed is no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
@@ -195,7 +196,8 @@ class LeaseGauges(Collector):
         plain = (
             (metrics.REGISTRY_SESSIONS, self._shell.sessions),
             (metrics.REGISTRY_WATCHERS, self._shell.watchers),
-            (metrics.REGISTRY_SUSPECTS, sum(1 for x in self._shell.list_engines() if x.suspect)),
+            (metrics.REGISTRY_SUSPECTS, self._shell.suspects),
+            (metrics.REGISTRY_STALENESS, _seconds(self._shell.staleness_ms)),
         )
         families: list[Metric] = [leases, blocks, size]
         for metric, value in plain:
@@ -207,6 +209,10 @@ class LeaseGauges(Collector):
     def collect(self) -> Iterable[Metric]:
         """On the thread that serves metrics."""
         return self._families
+
+
+def _seconds(staleness_ms: int | None) -> float:
+    return math.inf if staleness_ms is None else staleness_ms / 1000
 
 
 def _family(metric: metrics.Metric) -> GaugeMetricFamily:

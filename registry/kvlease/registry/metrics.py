@@ -63,6 +63,10 @@ REGISTRY_RENEWALS: Final = Metric(
 REGISTRY_ENDS: Final = Metric(name="kvlease_registry_ends_total", text="Leases ended, by reason", labels=("reason",))
 REGISTRY_SESSIONS: Final = Metric(name="kvlease_registry_sessions", text="Open sessions of lenders")
 REGISTRY_SUSPECTS: Final = Metric(name="kvlease_registry_suspect_engines", text="Lenders that are silent now")
+REGISTRY_STALENESS: Final = Metric(
+    name="kvlease_registry_staleness_seconds",
+    text="At most so old is what this replica knows of a shared store; 0 with the memory store",
+)
 REGISTRY_WATCHERS: Final = Metric(name="kvlease_registry_watchers", text="Open watches")
 REGISTRY_ERRORS: Final = Metric(
     name="kvlease_registry_errors_total", text="Calls ended by an error", labels=("rpc", "reason")

@@ -1,6 +1,6 @@
 """A registry's part as one of several on a store: takes in what the others write, beats, and knows how current it is.
 
-Asyncio, no gRPC. Two tasks: one follows the store, one writes a beat each second. A beat that comes back through the
+Asyncio, no gRPC. One task follows the store, one writes a beat each second, one looks how long that is ago. A beat that comes back through the
 store proves that everything written before it was sent has been taken in: so a replica that the store cannot reach, or
 that cannot reach the store, in either direction, finds out.
 Invariant: `staleness_ms` is never less than the age of the oldest write of another replica that is missing here.
@@ -21,6 +21,7 @@ from kvlease.registry.table import LeaseTable
 
 BEAT_S: Final = 1.0
 """Between two beats: other replicas learn so often how the lenders here are."""
+LOOK_S: Final = 0.05
 BEAT_WAIT_S: Final = 2.0
 """For the store to take one."""
 
@@ -92,8 +93,14 @@ class Replica:
                 _log.debug("the store cannot be read: %s", error)
                 await asyncio.sleep(STORE_RETRY_S)
 
+    async def look(self) -> NoReturn:
+        """Say when this replica stops being current. Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._tell()
+
     async def beat(self) -> NoReturn:
-        """Write beats, and say when this replica stops being current, or is again. Until cancelled."""
+        """Write beats. Until cancelled."""
         number = 0
         while True:
             started_ms = self._clock.now_ms()
@@ -106,9 +113,7 @@ class Replica:
                     await self._store.beat(number, self._table.beats(now_ms=started_ms))
             except (RegistryUnavailable, TimeoutError) as error:
                 _log.debug("beat %d did not reach the store: %s", number, error)
-            self._tell()
-            await asyncio.sleep(max(0.05, BEAT_S - (self._clock.now_ms() - started_ms) / 1000))
-            self._tell()
+            await asyncio.sleep(max(LOOK_S, BEAT_S - (self._clock.now_ms() - started_ms) / 1000))
 
     async def _take_in(self, followed: Followed) -> None:
         pending = self._committer.pending()

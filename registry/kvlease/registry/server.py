@@ -31,7 +31,8 @@ from kvlease.registry.service import RegistryService
 from kvlease.registry.servicer import SERVICE, RegistryServicer, add_to_server
 from kvlease.registry.settings import NO_METRICS, RegistrySettings
 from kvlease.registry.shell import RegistryShell
-from kvlease.registry.store import MemoryStore, Store
+from kvlease.registry.store import Store
+from kvlease.registry.stores import StoreUnusable, open_store
 from kvlease.registry.table import LeaseTable
 from kvlease.registry.telemetry import configure_tracing, serve_metrics
 from kvlease.registry.tracing import TracedService
@@ -61,9 +62,9 @@ class RegistryServer:
     """One registry on one address. Not reusable: a second start is a second server."""
 
     def __init__(self, settings: RegistrySettings, *, store: Store | None = None, clock: Clock | None = None) -> None:
-        """`store` and `clock` are the ones that the settings say, and the machine's, unless given. No I/O here."""
+        """`store` (open) and `clock` are the ones that the settings say, and the machine's, unless given. No I/O."""
         self._settings: Final = settings
-        self._store: Final = store if store is not None else MemoryStore()
+        self._store: Final = store
         self._clock: Final = clock if clock is not None else SystemClock()
         self.replica_id: Final = settings.replica_id or f"registry-{secrets.token_hex(4)}"
         self.metrics: Final = CollectorRegistry()
@@ -123,7 +124,13 @@ class RegistryServer:
             raise StartError(f"--listen {settings.listen}: the address cannot be used (taken, or not ours)") from error
 
         table = LeaseTable(settings.table_limits(), revision=1 + secrets.randbits(REVISION_BITS))
-        store = CountingStore(self._store, self.metrics)
+        try:
+            opened = self._store
+            if opened is None:
+                opened = await stack.enter_async_context(open_store(settings, self.replica_id))
+        except StoreUnusable as error:
+            raise StartError(str(error)) from error
+        store = CountingStore(opened, self.metrics)
         health_changes: asyncio.Queue[bool] = asyncio.Queue()
         shell = await stack.enter_async_context(
             RegistryShell(

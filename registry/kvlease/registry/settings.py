@@ -17,6 +17,8 @@ from kvlease.registry.values import is_id
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+MEMORY: Final = "memory"
+ETCD: Final = "etcd://"
 NO_METRICS: Final = "none"
 """Switches the Prometheus endpoint off."""
 _DEFAULTS: Final = TableLimits()
@@ -64,8 +66,18 @@ class RegistrySettings(BaseSettings):
         description="with tls-ca, connections end at this age, and with them the use of an expired certificate",
     )
     store: Annotated[str, Shown("STORE")] = Field(
-        default="memory", description='where changes are kept: "memory" (one registry; lenders present again)'
+        default="memory",
+        description='where changes are kept: "memory" (one registry; lenders present again), or for several registries '
+        "etcd://HOST:PORT,HOST:PORT",
     )
+    store_prefix: Annotated[str, Shown("PREFIX")] = Field(
+        default="/kvlease/", description="of this fleet's keys in etcd; replicas share it, other fleets have another"
+    )
+    store_ca: File = Field(default="", description="the CA of etcd's certificates; without it there is no TLS to etcd")
+    store_cert: File = Field(default="", description="this registry's certificate for etcd")
+    store_key: File = Field(default="", description="its private key")
+    store_user: Annotated[str, Shown("NAME")] = Field(default="", description="user at etcd")
+    store_password_file: File = Field(default="", description="a file with the user's password")
     replica_id: Annotated[str, Shown("ID")] = Field(
         default="", description="name of this registry in logs and to lenders; random if not given"
     )
@@ -115,10 +127,15 @@ class RegistrySettings(BaseSettings):
     @field_validator("store")
     @classmethod
     def _store(cls, value: str) -> str:
-        if value.startswith("etcd://"):
-            raise ValueError('etcd is not available in this version; use "memory"')
-        if value != "memory":
-            raise ValueError(f'must be "memory", not {value!r}')
+        if value != MEMORY:
+            etcd_endpoints(value)
+        return value
+
+    @field_validator("store_prefix")
+    @classmethod
+    def _prefix(cls, value: str) -> str:
+        if not (value.startswith("/") and value.endswith("/") and value.isascii() and value.isprintable()):
+            raise ValueError(f'must start and end with "/", like /kvlease/, not {value!r}')
         return value
 
     @field_validator("replica_id")
@@ -138,8 +155,25 @@ class RegistrySettings(BaseSettings):
             )
         if self.session_ttl_ms <= self.suspect_after_ms:
             raise ValueError("session-ttl-ms: must be longer than suspect-after-ms")
+        self._check_store()
         self._check_identity()
         return self
+
+    def _check_store(self) -> None:
+        """Raises ValueError, naming a setting."""
+        given = [
+            name
+            for name in ("store_ca", "store_cert", "store_key", "store_user", "store_password_file")
+            if getattr(self, name)
+        ]
+        if given and self.store == MEMORY:
+            raise ValueError(f"{given[0].replace('_', '-')}: goes together with --store etcd://...")
+        if bool(self.store_cert) != bool(self.store_key):
+            raise ValueError("store-cert: goes together with --store-key: give both or neither")
+        if self.store_cert and not self.store_ca:
+            raise ValueError("store-cert: needs --store-ca, the CA of etcd's certificates")
+        if bool(self.store_user) != bool(self.store_password_file):
+            raise ValueError("store-user: goes together with --store-password-file: give both or neither")
 
     def _check_identity(self) -> None:
         """Raises ValueError, naming a setting."""
@@ -174,6 +208,18 @@ class RegistrySettings(BaseSettings):
             max_branches=self.max_branches,
             max_aliases_per_tenant=self.max_aliases_per_tenant,
         )
+
+
+def etcd_endpoints(store: str) -> tuple[str, ...]:
+    """HOST:PORT of each member in etcd://HOST:PORT,HOST:PORT. Raises ValueError, saying what is wrong."""
+    if not store.startswith(ETCD):
+        raise ValueError(f'must be "memory" or etcd://HOST:PORT,HOST:PORT, not {store!r}')
+    endpoints = tuple(x.strip() for x in store.removeprefix(ETCD).split(","))
+    for endpoint in endpoints:
+        host, port = split_address(endpoint)
+        if not host or not port:
+            raise ValueError(f"{endpoint!r} in {store!r} is not HOST:PORT of an etcd member")
+    return endpoints
 
 
 def load(argv: list[str] | None = None) -> RegistrySettings:

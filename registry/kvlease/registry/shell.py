@@ -93,6 +93,7 @@ class RegistryShell:
         if self._shared:
             self._running.append(self._tasks.create_task(self._replica.follow(), name="kvlease replica"))
             self._running.append(self._tasks.create_task(self._replica.beat(), name="kvlease beat"))
+            self._running.append(self._tasks.create_task(self._replica.look(), name="kvlease staleness"))
         return self
 
     async def __aexit__(
@@ -115,6 +116,11 @@ class RegistryShell:
     def staleness_ms(self) -> int | None:
         """At most so old is what is answered here; None: nothing is, because the store has not been read yet."""
         return self._replica.staleness_ms
+
+    @property
+    def suspects(self) -> int:
+        """Lenders that are silent now."""
+        return sum(1 for x in self._table.list_engines(now_ms=self._clock.now_ms()) if x.suspect)
 
     def tallies(self) -> list[tuple[EngineId, TenantId, Tally]]:
         """How much each engine lends to each tenant."""

@@ -229,7 +229,7 @@ class Replicas:
             return ()  # two lenders under one id: the first one stays, as at a publish
         ended = self._ledger.ended.reason(lease_id)
         if lease is None and ended is not None and ended not in INFERRED:
-            return ()  # its home does not know of the end yet, and will write it again
+            return (LeaseGone(lease_id=lease_id, reason=ended),)  # its home has yet to hear of it, or never will
         self._ledger.copy(draft, publication, state, now_ms)
         return ()
 

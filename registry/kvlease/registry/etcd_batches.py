@@ -1,0 +1,160 @@
+"""How changes become etcd transactions: small enough for etcd, each of one replica, in order.
+
+Pure. A lease and those that it supersedes are never divided. Within a transaction a key is written once, with what the
+last change wanted; what a deletion cannot say goes into the batch key as notes.
+Invariant: the parcels of a list of changes, carried out in order, leave the same keys as the changes one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvlease.etcd import DeleteOp, Op, PutOp
+from kvlease.etcd import LeaseId as EtcdLeaseId
+from kvlease.registry.etcd_codec import (
+    Keys,
+    Notes,
+    encode_alias_put,
+    encode_engine_put,
+    encode_lease_put,
+    encode_notes,
+)
+from kvlease.registry.table_changes import (
+    AliasPut,
+    EngineGone,
+    EnginePut,
+    LeaseGone,
+    LeasePut,
+    RenewalAsked,
+    RenewalRefused,
+    StoreChange,
+)
+from kvlease.registry.values import EndReason, EngineId, Incarnation
+
+MAX_CHANGES: Final = 100
+"""Of one transaction; etcd takes 128 operations unless it is told otherwise."""
+MAX_BYTES: Final = 1024 * 1024
+"""Of one transaction's values; etcd takes 1.5 MiB unless it is told otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """What a key's etcd lease is of: an incarnation, aliases of one ttl, or (neither) this replica."""
+
+    engine: tuple[EngineId, Incarnation] | None = None
+    alias_ttl_s: int | None = None
+
+
+@dataclass(slots=True)
+class Parcel:
+    """One transaction, but for the etcd leases, which are found when it is sent."""
+
+    batch_key: bytes
+    puts: dict[bytes, tuple[bytes, Owner]] = field(default_factory=dict)
+    deletes: dict[bytes, None] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
+
+    @property
+    def owners(self) -> set[Owner]:
+        return {owner for _, owner in self.puts.values()} | {Owner()}
+
+    def operations(self, leases: Mapping[Owner, EtcdLeaseId], replica: EtcdLeaseId) -> list[Op]:
+        """The success branch."""
+        return [
+            *(DeleteOp(key=key) for key in self.deletes),
+            *(PutOp(key=key, value=value, lease=leases[owner]) for key, (value, owner) in self.puts.items()),
+            PutOp(key=self.batch_key, value=encode_notes(self.notes), lease=replica),
+        ]
+
+
+def own_batch_key(keys: Keys, writer: str) -> bytes:
+    return keys.batch(writer)
+
+
+def parcels(keys: Keys, writer: str, changes: Sequence[StoreChange]) -> list[Parcel]:
+    """As few as the limits allow."""
+    made: list[Parcel] = []
+    packing: list[tuple[StoreChange, bytes]] = []
+    size = 0
+    for group in _groups(writer, changes):
+        group_size = sum(len(value) for _, value in group)
+        if packing and (len(packing) + len(group) > MAX_CHANGES or size + group_size > MAX_BYTES):
+            made.append(_parcel(keys, writer, packing))
+            packing, size = [], 0
+        packing.extend(group)
+        size += group_size
+    if packing:
+        made.append(_parcel(keys, writer, packing))
+    return made
+
+
+def _groups(writer: str, changes: Sequence[StoreChange]) -> Iterator[list[tuple[StoreChange, bytes]]]:
+    """Changes with their values; a superseded lease stays with the one before it."""
+    group: list[tuple[StoreChange, bytes]] = []
+    for change in changes:
+        together = isinstance(change, LeaseGone) and change.reason is EndReason.SUPERSEDED and len(group) < MAX_CHANGES
+        if group and not together:
+            yield group
+            group = []
+        group.append((change, _value(writer, change)))
+    if group:
+        yield group
+
+
+def _value(writer: str, change: StoreChange) -> bytes:
+    match change:
+        case LeasePut():
+            return encode_lease_put(change)
+        case EnginePut():
+            return encode_engine_put(change, writer)
+        case AliasPut():
+            return encode_alias_put(change)
+        case _:
+            return b""
+
+
+def _parcel(keys: Keys, writer: str, packed: Sequence[tuple[StoreChange, bytes]]) -> Parcel:
+    parcel = Parcel(keys.batch(writer))
+    leases_gone: list[LeaseGone] = []
+    engines_gone: list[EngineGone] = []
+    asked: list[RenewalAsked] = []
+    refused: list[RenewalRefused] = []
+    for change, value in packed:
+        match change:
+            case LeasePut():
+                _put(parcel, keys.lease(change.publication.lease_id), value, (change.engine_id, change.incarnation))
+            case LeaseGone():
+                _delete(parcel, keys.lease(change.lease_id))
+                leases_gone.append(change)
+            case EnginePut():
+                name = change.engine.engine_id, change.engine.incarnation
+                _put(parcel, keys.engine(*name), value, name)
+            case EngineGone():
+                _delete(parcel, keys.engine(change.engine_id, change.incarnation))
+                engines_gone.append(change)
+            case AliasPut():
+                ttl_s = max(1, -(-change.ttl_ms // 1000))
+                parcel.puts[keys.alias(change.tenant, change.alias)] = value, Owner(alias_ttl_s=ttl_s)
+            case RenewalAsked():
+                asked.append(change)
+            case RenewalRefused():
+                refused.append(change)
+    parcel.notes = Notes(
+        leases_gone=tuple(leases_gone),
+        engines_gone=tuple(engines_gone),
+        asked=tuple(asked),
+        refused=tuple(refused),
+    )
+    return parcel
+
+
+def _put(parcel: Parcel, key: bytes, value: bytes, engine: tuple[EngineId, Incarnation]) -> None:
+    parcel.deletes.pop(key, None)
+    parcel.puts[key] = value, Owner(engine=engine)
+
+
+def _delete(parcel: Parcel, key: bytes) -> None:
+    parcel.puts.pop(key, None)
+    parcel.deletes[key] = None

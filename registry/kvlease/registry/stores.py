@@ -1,0 +1,61 @@
+"""Opens the store that the settings name.
+
+No behaviour of its own. etcd's client is loaded only where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvlease.etcd import EtcdCredentials, EtcdError
+from kvlease.registry.etcd_store import EtcdStore, EtcdStoreSettings
+from kvlease.registry.settings import MEMORY, RegistrySettings, etcd_endpoints
+from kvlease.registry.store import MemoryStore, Store
+
+
+class StoreUnusable(Exception):
+    """The store cannot be opened as configured; the message names the setting."""
+
+
+@asynccontextmanager
+async def open_store(settings: RegistrySettings, replica_id: str) -> AsyncIterator[Store]:
+    """Open while the context lasts; etcd itself may be away meanwhile. Raises StoreUnusable."""
+    if settings.store == MEMORY:
+        yield MemoryStore()
+        return
+    try:
+        store = EtcdStore(etcd_settings(settings), replica_id=replica_id)
+        await store.__aenter__()
+    except EtcdError as error:
+        raise StoreUnusable(f"--store {settings.store}: {error.message}") from error
+    try:
+        yield store
+    finally:
+        await store.__aexit__(None, None, None)
+
+
+def etcd_settings(settings: RegistrySettings) -> EtcdStoreSettings:
+    """Raises StoreUnusable, EtcdError."""
+    password = ""
+    if settings.store_password_file:
+        try:
+            password = Path(settings.store_password_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise StoreUnusable(
+                f"--store-password-file {settings.store_password_file}: {error.strerror or error}"
+            ) from error
+    credentials = EtcdCredentials(
+        tls_ca=settings.store_ca,
+        tls_cert=settings.store_cert,
+        tls_key=settings.store_key,
+        user=settings.store_user,
+        password=password,
+    )
+    return EtcdStoreSettings(
+        endpoints=etcd_endpoints(settings.store),
+        credentials=credentials,
+        prefix=settings.store_prefix,
+        engine_ttl_s=max(5, -(-settings.session_ttl_ms // 1000)),
+    )

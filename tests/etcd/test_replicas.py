@@ -52,7 +52,10 @@ class Place:
         return await self.client.resolve_unary(query(lease_id), timeout_ms=ASK_MS)
 
     async def hits(self, lease_id: str) -> bool:
-        return isinstance(await self.answer(lease_id), Hit)
+        try:
+            return isinstance(await self.answer(lease_id), Hit)
+        except RegistryUnavailable:
+            return False
 
     async def misses(self, lease_id: str) -> bool:
         return isinstance(await self.answer(lease_id), Miss)

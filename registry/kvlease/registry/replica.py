@@ -1,8 +1,8 @@
 """A registry's part as one of several on a store: takes in what the others write, beats, and knows how current it is.
 
-Asyncio, no gRPC. One task follows the store, one writes a beat each second, one looks how long that is ago. A beat that comes back through the
-store proves that everything written before it was sent has been taken in: so a replica that the store cannot reach, or
-that cannot reach the store, in either direction, finds out.
+Asyncio, no gRPC. One task follows the store, one writes a beat each second, one looks how long ago one came back. A
+beat that comes back through the store proves that everything written before it was sent has been taken in: so a replica
+that the store cannot reach, or that cannot reach the store, in either direction, finds out.
 Invariant: `staleness_ms` is never less than the age of the oldest write of another replica that is missing here.
 """
 

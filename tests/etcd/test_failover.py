@@ -64,9 +64,15 @@ async def stopped_follower(trio: Cluster) -> tuple[Member, tuple[str, ...]]:
     return member, (member.endpoint, *(one for one in trio.endpoints if one != member.endpoint))
 
 
-async def test_reads_leave_a_hung_member_within_a_try(trio: Cluster, prefix: bytes) -> None:
+@pytest.mark.parametrize("connected", [True, False])
+async def test_reads_leave_a_hung_member_within_a_try(trio: Cluster, prefix: bytes, connected: bool) -> None:
     member, endpoints = await stopped_follower(trio)
     async with EtcdClient(endpoints) as etcd:
+        if connected:
+            member.resume()
+            await etcd.status()
+            assert etcd.endpoint == member.endpoint
+            member.stop()
         started = asyncio.get_running_loop().time()
         await etcd.get(prefix)
         took_s = asyncio.get_running_loop().time() - started

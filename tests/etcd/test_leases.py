@@ -38,14 +38,14 @@ async def test_one_that_ends_is_told_once_and_the_others_are_kept(etcd: EtcdClie
     told: asyncio.Queue[LostLease] = asyncio.Queue()
     async with etcd.lease_keeper(told.put_nowait) as keeper, etcd.watch(prefix) as watch:
         await anext(watch)
-        grants = [await etcd.grant(2) for _ in range(3)]
+        grants = [await etcd.grant(ttl_s) for ttl_s in (9, 2, 2)]
         for grant in grants:
             await etcd.put(prefix + b"%d" % grant.lease_id, b"", lease=grant.lease_id)
             keeper.keep(grant)
         ended, forgotten, kept = (grant.lease_id for grant in grants)
         await etcd.revoke(ended)
         keeper.forget(forgotten)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(7):  # a third of its ttl, and once more
             assert await told.get() == LostLease(lease_id=ended, end=LeaseEnd.GONE)
             deleted: list[bytes] = []
             while len(deleted) < 2:

@@ -51,13 +51,13 @@ async def test_events_of_a_transaction_come_together(etcd: EtcdClient, prefix: b
 
 
 async def test_a_large_past_arrives_whole(etcd: EtcdClient, prefix: bytes) -> None:
-    """Twelve revisions of a megabyte each: more than etcd puts into one answer, so it sends fragments."""
+    """Twelve revisions of 900 kB each: more than etcd puts into one answer, so it sends fragments, cut anywhere."""
     start = (await etcd.get(prefix)).header.revision
     for turn in range(12):
-        await etcd.txn([], [PutOp(key=prefix + b"%d/%d" % (turn, part), value=b"x" * 100_000) for part in range(10)])
+        await etcd.txn([], [PutOp(key=prefix + b"%d/%d" % (turn, part), value=b"x" * 70_000) for part in range(13)])
     async with etcd.watch(prefix, start_revision=Revision(start + 1)) as watch:
         found = await changes(watch, 12)
-    assert [len(one.events) for one in found] == [10] * 12
+    assert [len(one.events) for one in found] == [13] * 12
     assert [one.revision for one in found] == sorted({one.revision for one in found})
     await etcd.delete(prefix, end=prefix_end(prefix))
 

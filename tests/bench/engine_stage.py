@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvlease.connector.borrower import BorrowTerms
+from kvlease.connector.borrower import BorrowTerms, Wait
 from kvlease.connector.borrowing import ArrivedRequest, Borrowing
 from kvlease.connector.digests import fingerprint
 from kvlease.connector.instruments import Instruments
@@ -209,9 +209,16 @@ class Stage:
         """Returns when the registry resolves this turn. Raises Late."""
         self._answers(turn.finished.params.conversation, Hit)
 
-    def answer_is_here(self) -> None:
-        """Returns when an answer of the registry waits for the engine's thread. Raises Late."""
-        _until(lambda: bool(self.link.answers), "an answer to a resolve")
+    def answer_is_here(self, to: str | None = None) -> None:
+        """Returns when an answer of the registry waits for the engine's thread, or that to request `to` was taken.
+
+        Raises Late.
+        """
+
+        def here() -> bool:
+            return bool(self.link.answers) or (to is not None and not isinstance(self.borrowing.decide(to, 0), Wait))
+
+        _until(here, "an answer to a resolve")
 
     def _answers(self, conversation: ConversationId | None, wanted: type[Hit | Miss]) -> None:
         query = ResolveQuery(tenant=DEFAULT_TENANT, conversation=conversation)

@@ -185,7 +185,7 @@ def steps(stage: Stage, effort: Effort) -> list[Figure]:
     earlier = stage.prompt(lent)
     stage.borrowing.arrived(earlier)
     for _ in range(max(4, effort.steps // 3)):
-        stage.answer_is_here()
+        stage.answer_is_here(to=earlier.request_id)  # a quick one is taken in the step that asked
         prompt = stage.prompt(lent)
         prefill(_prefill_step, stage, prompt, earlier.request_id)
         stage.borrowing.settled(earlier.request_id)

@@ -98,8 +98,9 @@ class Desk:
         max_tokens: int = 1,
         params: Params | None = None,
         kvlease: Params | None = None,
+        lora: Any | None = None,
     ) -> Any:
-        """A new request; `kvlease` is put into its transfer parameters."""
+        """A new request; `kvlease` is put into its transfer parameters, `lora` is vLLM's LoRARequest."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -115,6 +116,7 @@ class Desk:
             prompt_token_ids=list(tokens),
             sampling_params=sampling,
             pooling_params=None,
+            lora_request=lora,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)
@@ -278,7 +280,7 @@ LENT_FROM: Final = 1_000
 """The lender's first block in the records of `hit`."""
 
 
-def hit(desk: Desk, request: Any, strides: int, engine_params: Params = LENDER_PARAMS) -> None:
+def hit(desk: Desk, request: Any, strides: int, engine_params: Params = LENDER_PARAMS, adapter: bytes = b"") -> None:
     """The registry knows a lease of the request's first `strides` strides, and its lender answers."""
     import json
 
@@ -290,7 +292,7 @@ def hit(desk: Desk, request: Any, strides: int, engine_params: Params = LENDER_P
 
     identity = desk.side._identity
     chain = digests.chain(
-        digests.seed(identity.fingerprint.hash, DEFAULT_TENANT),
+        digests.seed(identity.fingerprint.hash, DEFAULT_TENANT, adapter),
         request.block_hashes,
         hash_tokens=identity.hash_tokens,
         stride_tokens=identity.stride_tokens,

@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -134,6 +136,20 @@ def test_hooks_and_fields_that_are_built_upon_exist() -> None:
     assert set(metadata) >= {"request_id", "local_block_ids", "kv_transfer_params", "awaiting_kvs"}
     for hook in ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished"):
         assert hasattr(NixlPullConnectorScheduler, hook)
+
+
+def test_a_blocks_hash_covers_an_adapters_name_and_path() -> None:
+    """By these the engine's own cache finds KV: a version that changes under them is a change until it is reset."""
+    source = inspect.getsource(kv_cache_utils._gen_lora_extra_hash_keys)
+    assert "lora_request.lora_name, lora_request.lora_path" in source
+    assert "lora_int_id" not in source
+
+
+def test_an_adapter_is_loaded_from_its_folder_when_it_is_not_there_or_in_place() -> None:
+    source = inspect.getsource(LRUCacheWorkerLoRAManager.add_adapter)
+    assert in_order(
+        source, ["lora_int_id not in self.list_adapters()", "or lora_request.load_inplace", "_load_adapter"]
+    )
 
 
 def test_the_module_path_wins_over_the_built_in_name() -> None:

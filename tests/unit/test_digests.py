@@ -114,4 +114,4 @@ def test_remembered_seeds_are_the_same_seeds_and_are_bounded() -> None:
     for _ in range(2):
         for number in range(MAX_SEEDS + 2):
             tenant = TenantId(f"tenant{number}")
-            assert seeds[tenant] == seed(b"f" * FINGERPRINT_BYTES, tenant)
+            assert seeds.of(tenant) == seed(b"f" * FINGERPRINT_BYTES, tenant)

@@ -57,6 +57,8 @@ class ComputeReason(StrEnum):
     SEAL_BROKEN = "seal_broken"
     SEAL_OTHER_RECORD = "seal_other_record"
     SEAL_UNREADABLE = "seal_unreadable"
+    ADAPTER_UNKNOWN = "adapter_unknown"
+    ADAPTER_CHANGED = "adapter_changed"
     ABORTED = "aborted"
     PREEMPTED = "preempted"
 

@@ -31,6 +31,8 @@ class ArrivedRequest:
     params: RequestParams
     prompt_tokens: int
     block_hashes: Sequence[bytes]
+    adapter: bytes = b""
+    """Version of its LoRA adapter; empty: none."""
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class _Story:
     params: RequestParams
     begun_ns: int
     prompt_tokens: int
+    adapter: bytes
     resolved: bool = False
     read: Read | None = None
     read_ns: int = 0
@@ -93,7 +96,7 @@ class Borrowing:
             conversation=request.params.conversation,
             lease_id=request.params.lease_id,
             digests=digests.chain(
-                self._seeds[request.params.tenant],
+                self._seeds.of(request.params.tenant, request.adapter),
                 request.block_hashes,
                 hash_tokens=self._hash_tokens,
                 stride_tokens=self._terms.stride_tokens,
@@ -103,13 +106,25 @@ class Borrowing:
             threshold_tokens=request.params.recompute_threshold,
         )
         self._stories[request.request_id] = _Story(
-            params=request.params, begun_ns=time.monotonic_ns(), prompt_tokens=request.prompt_tokens
+            params=request.params,
+            begun_ns=time.monotonic_ns(),
+            prompt_tokens=request.prompt_tokens,
+            adapter=request.adapter,
         )
         query = self._core.begin(ask, self._clock.now_ms())
         if query is not None:
             self._link.resolve(request.request_id, query)
         elif request.request_id not in self._core:
             self._count_miss(self._stories[request.request_id], ComputeReason.LIMIT)
+
+    def refused(self, reason: ComputeReason) -> None:
+        """A prompt that might borrow, but for what the engine knows of it before anybody is asked."""
+        self._instruments.computed.labels(reason.value).inc()
+
+    def confirm(self, request_id: str, adapter: bytes) -> None:
+        """Nothing is read for a request that computes with another adapter version than it asked for."""
+        if self._stories[request_id].adapter != adapter:
+            self._core.failed(request_id, ComputeReason.ADAPTER_CHANGED)
 
     def decide(self, request_id: str, computed_tokens: int) -> Decision:
         """What to do for a request that is up for admission."""

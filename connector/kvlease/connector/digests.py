@@ -32,9 +32,9 @@ def fingerprint(fields: Mapping[str, str]) -> Fingerprint:
     return Fingerprint(hash=digest.digest()[:FINGERPRINT_BYTES], fields=ordered)
 
 
-def seed(fingerprint_hash: bytes, tenant: TenantId) -> bytes:
-    """What a tenant's chains start from on engines with this fingerprint (32 bytes)."""
-    return hashlib.sha256(_SEED_DOMAIN + fingerprint_hash + tenant.encode()).digest()
+def seed(fingerprint_hash: bytes, tenant: TenantId, adapter: bytes = b"") -> bytes:
+    """What a tenant's chains start from on engines with this fingerprint (32 bytes). `adapter`: its version, if any."""
+    return hashlib.sha256(_SEED_DOMAIN + fingerprint_hash + tenant.encode() + b"\0" * bool(adapter) + adapter).digest()
 
 
 def stride_for(block_tokens: int, hash_tokens: int, wanted: int = DEFAULT_STRIDE_TOKENS) -> int:
@@ -71,16 +71,16 @@ def chain(
 
 
 class Seeds:
-    """Seeds by tenant for one fingerprint, remembered for the tenants seen last (at most MAX_SEEDS)."""
+    """Seeds for one fingerprint, remembered for the tenants and adapters seen last (at most MAX_SEEDS)."""
 
     def __init__(self, fingerprint_hash: bytes) -> None:
         self._fingerprint_hash = fingerprint_hash
-        self._seeds: dict[TenantId, bytes] = {}
+        self._seeds: dict[tuple[TenantId, bytes], bytes] = {}
 
-    def __getitem__(self, tenant: TenantId) -> bytes:
-        known = self._seeds.get(tenant)
+    def of(self, tenant: TenantId, adapter: bytes = b"") -> bytes:
+        known = self._seeds.get((tenant, adapter))
         if known is None:
             if len(self._seeds) >= MAX_SEEDS:
                 del self._seeds[next(iter(self._seeds))]
-            known = self._seeds[tenant] = seed(self._fingerprint_hash, tenant)
+            known = self._seeds[tenant, adapter] = seed(self._fingerprint_hash, tenant, adapter)
         return known

@@ -76,6 +76,8 @@ class FinishedTurn:
     real_tokens: int
     block_hashes: Sequence[bytes]
     block_ids: tuple[Sequence[int], ...]
+    adapter: bytes = b""
+    """Version of its LoRA adapter; empty: none."""
 
 
 class Lending:
@@ -121,7 +123,7 @@ class Lending:
         began_ns = time.monotonic_ns()
         terms, params = self._terms, turn.params
         chain = digests.chain(
-            self._seeds[params.tenant],
+            self._seeds.of(params.tenant, turn.adapter),
             turn.block_hashes,
             hash_tokens=self._hash_tokens,
             stride_tokens=terms.stride_tokens,

@@ -25,9 +25,17 @@ class EngineCalls:
     """The calls of the engine in this process."""
 
     def __init__(
-        self, config: VllmConfig, harmless: Collection[str], on_call: OnCall, on_named: Callable[[str], None]
+        self,
+        config: VllmConfig,
+        harmless: Collection[str],
+        on_call: OnCall,
+        on_named: Callable[[str], None],
+        on_adapter: Callable[[Any], None],
     ) -> None:
-        """`on_call(kind, name)` for every call that is not harmless; `harmless`: an operator's own that are."""
+        """`on_call(kind, name)` for every call that is not harmless; `harmless`: an operator's own that are.
+
+        `on_named(version)` when the weights get a name, `on_adapter(lora_request)` when an adapter is to be loaded.
+        """
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
@@ -36,6 +44,7 @@ class EngineCalls:
         self._harmless = frozenset(harmless)
         self._on_call = on_call
         self._on_named = on_named
+        self._on_adapter = on_adapter
         self._open = False
         self._undo: list[Callable[[], None]] = []
 
@@ -52,7 +61,11 @@ class EngineCalls:
             self._undo.pop()()
 
     def _hear(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **_: Any) -> None:
-        if not self._open or (isinstance(method, str) and method in HARMLESS):
+        if not self._open:
+            return
+        if isinstance(method, str) and method in HARMLESS:
+            if method == "add_lora" and args:
+                self._on_adapter(args[0])
             return
         kind = call_kind(method, args or (), kwargs or {}, self._harmless)
         if kind is not CallKind.HARMLESS:

@@ -10,15 +10,15 @@ Invariant: whatever fails in here costs a lease or a borrow and is counted, neve
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
-from kvlease.connector import engine_facts, request_params, vllm_cache, vllm_requests, vllm_startup
-from kvlease.connector.borrower import Compute, Read, Wait
+from kvlease.connector import engine_facts, request_params, vllm_cache, vllm_startup
+from kvlease.connector.adapters import AdapterUnknown
+from kvlease.connector.borrower import Compute, ComputeReason, Read, Wait
 from kvlease.connector.borrowing import ArrivedRequest, Borrowing
+from kvlease.connector.guarded import guarded
 from kvlease.connector.instruments import Instruments
 from kvlease.connector.journal import Journal
 from kvlease.connector.lending import FinishedTurn, Lending
@@ -32,7 +32,7 @@ from kvlease.connector.settings import ConnectorSettings
 from kvlease.connector.termination import Termination
 from kvlease.connector.vllm_metadata import ReportsFromWorkers, SealedHandshake, attach_orders, attach_refused
 from kvlease.connector.vllm_side_channel import VllmSideChannel
-from kvlease.connector.vllm_weights import WeightsWatch
+from kvlease.connector.vllm_weights import WeightsWatch, plain
 from kvlease.registry.clock import Clock
 from kvlease.registry.telemetry import configure_tracing, serve_metrics
 from kvlease.registry.values import EndReason, LeaseId
@@ -44,23 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
-P = ParamSpec("P")
-
-
-def guarded(
-    hook: Callable[Concatenate[KvleaseScheduler, P], None],
-) -> Callable[Concatenate[KvleaseScheduler, P], None]:
-    """The outermost frame of what the engine calls: an error of ours is logged and counted, never raised into it."""
-
-    def call(self: KvleaseScheduler, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            hook(self, *args, **kwargs)
-        except Exception:
-            self._instruments.faults.labels(hook.__name__).inc()
-            log.exception("kvlease: %s failed; the request goes on without a lease", hook.__name__)
-
-    functools.update_wrapper(call, hook)
-    return call
 
 
 class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM is not typed here
@@ -175,10 +158,14 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
     def _arrived(self, request: Request) -> None:
         self._service()
         self._weights.arrived()
-        if self._borrowing is None or not vllm_requests.plain(request):
+        if self._borrowing is None or not plain(request):
             return
         params = self._params(request)
         if params is None or (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return
+        adapter = self._weights.adapter(request)
+        if isinstance(adapter, AdapterUnknown):
+            self._borrowing.refused(ComputeReason(adapter.value))
             return
         self._borrowing.arrived(
             ArrivedRequest(
@@ -186,6 +173,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
                 params=params,
                 prompt_tokens=request.num_prompt_tokens,
                 block_hashes=request.block_hashes,
+                adapter=adapter,
             )
         )
 
@@ -206,6 +194,9 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         if self._borrowing is None or request.request_id not in self._borrowing:
             return
         self._reads.pop(request.request_id, None)
+        if request.lora_request is not None:
+            adapter = self._weights.adapter(request)
+            self._borrowing.confirm(request.request_id, b"" if isinstance(adapter, AdapterUnknown) else adapter)
         match self._borrowing.decide(request.request_id, computed_tokens):
             case Wait():
                 offers.append((None, False))
@@ -290,12 +281,12 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         answer: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
-        vllm_requests.name_weights(answer[1], self._weights.version, weights_known=self._weights.known)
-        self._finished(request, block_ids)
+        self._finished(request, block_ids, answer[1])
         return answer
 
     @guarded
-    def _finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
+    def _finished(self, request: Request, block_ids: tuple[list[int], ...], handed_over: dict[str, Any] | None) -> None:
+        self._weights.name(request, handed_over)
         request_id = request.request_id
         if self._borrowing is not None:
             self._reads.pop(request_id, None)
@@ -312,8 +303,9 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         params = self._params(request)
         if params is None:
             return
-        refusal = vllm_requests.not_lent(request, self._weights.version, weights_known=self._weights.known)
-        if refusal is not None:
+        adapter = self._weights.adapter(request)
+        refusal = self._weights.not_lent(request, adapter)
+        if isinstance(adapter, AdapterUnknown) or refusal is not None:
             self._instruments.not_lent.labels(refusal).inc()
             return
         self._lending.finished(
@@ -325,6 +317,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
                 ),
                 block_hashes=request.block_hashes,
                 block_ids=block_ids,
+                adapter=adapter,
             )
         )
 

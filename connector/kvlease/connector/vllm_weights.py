@@ -1,4 +1,4 @@
-"""Follows what happens to an engine's weights, and decides whether its KV still is what its fingerprint says.
+"""Follows what happens to an engine's weights and adapters, and decides whether its KV still is what it is said to be.
 
 Between the engine's calls (`vllm_calls.py`) and the scheduler's side, which ends leases and introduces itself anew when
 told so. Runs on the engine's thread.
@@ -11,17 +11,24 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvlease.connector import vllm_cache
+from kvlease.connector.adapters import AdapterUnknown, AdapterVersion
 from kvlease.connector.settings import ConnectorSettings
+from kvlease.connector.vllm_adapters import RequestAdapters
 from kvlease.connector.vllm_calls import EngineCalls
 from kvlease.connector.weights import CallKind, Weights
 from kvlease.registry.values import EndReason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
+WEIGHTS: Final = "kvlease_weights"
+"""In the transfer parameters that a prefill engine hands over, beside stock's."""
+ADAPTER: Final = "kvlease_adapter"
+UNKNOWN: Final = "unknown"
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +44,8 @@ class WeightsWatch:
     ) -> None:
         """`end_leases` before anything is lost; `renamed` once `version` is another one."""
         self._weights = Weights(settings.weights_version)
-        self._calls = EngineCalls(config, settings.harmless_calls, self._called, self._named)
+        self._adapters = RequestAdapters(config)
+        self._calls = EngineCalls(config, settings.harmless_calls, self._called, self._named, self._adapters.loading)
         self._end_leases = end_leases
         self._renamed = renamed
         self._manager: Any = None
@@ -54,8 +62,35 @@ class WeightsWatch:
     def bind(self, manager: Any) -> None:
         """The engine's cache manager exists."""
         self._manager = manager
-        vllm_cache.watch_resets(manager, lambda: self._end_leases(EndReason.CACHE_RESET), self._weights.forgotten)
+        vllm_cache.watch_resets(manager, lambda: self._end_leases(EndReason.CACHE_RESET), self._cleared)
         self._calls.open()
+
+    def adapter(self, request: Request) -> AdapterVersion | AdapterUnknown:
+        """Which adapter the request's KV is computed with, or why that cannot be said."""
+        return self._adapters.version(request)
+
+    def not_lent(self, request: Request, adapter: AdapterVersion | AdapterUnknown) -> str | None:
+        """Why a finished turn is not lent, as the counter says it; None if it may be."""
+        if not plain(request):
+            return "unsupported"
+        if isinstance(adapter, AdapterUnknown):
+            return adapter.value
+        prefilled = request.kv_transfer_params or {}
+        if not self.known or prefilled.get(WEIGHTS) not in (None, self.version):
+            return "weights_changed"
+        if adapter and prefilled.get("remote_engine_id") and prefilled.get(ADAPTER) != adapter.hex():
+            return AdapterUnknown.UNKNOWN.value
+        return None
+
+    def name(self, request: Request, handed_over: dict[str, Any] | None) -> None:
+        """Says in what a prefill hands over what its KV was computed with. A stock engine does not: it is believed as
+        to weights, which a fleet shares, not as to adapters, which come and go."""
+        if handed_over is None:
+            return
+        handed_over[WEIGHTS] = self.version if self.known else UNKNOWN
+        adapter = self.adapter(request)
+        if adapter:
+            handed_over[ADAPTER] = UNKNOWN if isinstance(adapter, AdapterUnknown) else adapter.hex()
 
     def arrived(self) -> None:
         """A request has arrived and has no KV yet: if nobody else has any either, none of it is of earlier weights."""
@@ -64,6 +99,11 @@ class WeightsWatch:
 
     def close(self) -> None:
         self._calls.close()
+        self._adapters.close()
+
+    def _cleared(self) -> None:
+        self._weights.forgotten()
+        self._adapters.forgotten()
 
     def _called(self, kind: CallKind, name: str) -> None:
         changes = kind is CallKind.CHANGES_WEIGHTS
@@ -83,3 +123,9 @@ class WeightsWatch:
         self._end_leases(EndReason.WEIGHTS_CHANGED)
         self._weights.named(name)
         self._renamed()
+
+
+def plain(request: Request) -> bool:
+    """Whether the request's tokens and what is said beside them decide its KV. Embeddings given as such are nobody's to
+    share, and a request that must not read the prefix cache must not read a lease either."""
+    return request.prompt_embeds is None and not request.skip_reading_prefix_cache

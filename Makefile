@@ -71,11 +71,11 @@ soak: venv  ## MINUTES=10: the same by time; START=… repeats a run, else each 
 	@$(PY) -m tests.sim --minutes $(MINUTES) --workers $(WORKERS) $(if $(filter file,$(origin START)),,--start $(START))
 
 .PHONY: bench-peers
-bench-peers: venv  ## the same write and read on etcd, Redis and Mooncake, as far as they are installed; says what is not
+bench-peers: venv  ## the same write and read on etcd, Redis and Mooncake, as far as they are installed; CHECK=1 wants all
 	@mkdir -p out
 	@test -e $(PEERS_VENV)/bin/python || { echo 'installing Mooncake, if it can be'; $(PYTHON) -m venv $(PEERS_VENV); \
 	  $(call pip_install,$(PEERS_VENV)) --no-deps mooncake-transfer-engine-non-cuda >$(PEERS_VENV)/install.log 2>&1 || true; }
-	@KVLEASE_BENCH_MOONCAKE_PYTHON=$(PEERS_VENV)/bin/python $(PY) -m tests.bench.peers --json out/peers.json
+	@KVLEASE_BENCH_MOONCAKE_PYTHON=$(PEERS_VENV)/bin/python $(PY) -m tests.bench.peers --json out/peers.json $(if $(CHECK),--check)
 
 .PHONY: fuzz
 fuzz: venv  ## MESSAGES=100000 SEED=1: random and broken messages to a registry; CHECK=1 also judges its memory and speed

@@ -178,6 +178,12 @@ def _cost(figure: Figure) -> float:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description="kvlease beside its peers.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        default=os.environ.get("CHECK", "") not in ("", "0"),
+        help="exit with status 1 if a peer could not be measured (also: CHECK=1)",
+    )
     options = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:
@@ -187,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     show(report, console)
     if options.json is not None:
         write_json(report, options.json)
-    return 0
+    return 1 if options.check and report.skipped else 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ async def test_a_run_measures_each_kind_of_call_and_leaves_nothing_behind() -> N
             ("resolve, single calls", 1),
             ("locate", 1),
             ("locate", 4),
+            ("end to its lender", 1),
         ]
         for part in parts:
             assert (part["failed"], part["calls"] > 0, part["rate"] > 0) == (0, True, True), part  # type: ignore[operator]

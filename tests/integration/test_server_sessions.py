@@ -117,10 +117,13 @@ async def test_a_bad_item_is_answered_in_its_place() -> None:
         await lender.start()
         bad = lease("b", "uvw")
         bad.record.digests = b"odd"
-        results = await lender.publish(lease("a", "xyz"), bad, lease("c", "rst"))
-        good = pb.PUBLISH_STATUS_PUBLISHED
-        assert [x.status for x in results] == [good, pb.PUBLISH_STATUS_INVALID, good]
+        large = lease("d", "opq")
+        large.block_count = 65_537
+        results = await lender.publish(lease("a", "xyz"), bad, lease("c", "rst"), large)
+        good, invalid = pb.PUBLISH_STATUS_PUBLISHED, pb.PUBLISH_STATUS_INVALID
+        assert [x.status for x in results] == [good, invalid, good, invalid]
         assert "digests" in results[1].message
+        assert results[3].message == "block_count may be 65536 at most"
 
 
 @pytest.mark.parametrize("seq", [2, 4, 9])

@@ -1,6 +1,6 @@
 """The chats that drive a seed: prompt to a borrower, prompt and answer to a lender, think, and on with the next turn.
 
-Some edit their history, go away in the middle, ask for a renewal or close the conversation; some share a beginning.
+Some edit their history, go away in the middle, ask for a renewal or for an end; some share a beginning.
 A client that is refused tries again. Invariant: each request submitted is answered once, or its engine crashed.
 """
 
@@ -135,14 +135,21 @@ class Conversation(Party):
             ask = lambda: registry.ask_renewal(self.tenant, lease_id, ttl_ms)  # noqa: E731
             world.after(world.between(5, 200), self, lambda: network.datagram(registry, ask))
         if world.chance(self.plan.end):
-            order = EndOrder(
-                tenant=self.tenant,
-                scope=EndScope.CONVERSATION,
-                target=self.conversation,
-                reason=EndReason.RELEASED,
-            )
+            order = self._end(lease_id)
             network.datagram(registry, lambda: registry.end(order))
         self._think()
+
+    def _end(self, lease_id: LeaseId | None) -> EndOrder:
+        """The conversation is closed, the lease released; or an operator drains the engine or ends a whole tenant."""
+        targets: dict[EndScope, tuple[str, EndReason]] = {
+            EndScope.CONVERSATION: (self.conversation, EndReason.RELEASED),
+            EndScope.LEASE: (lease_id or "none", EndReason.RELEASED),
+            EndScope.ENGINE: (self._lender.name, EndReason.DRAINED),
+            EndScope.TENANT: ("", EndReason.RELEASED),
+        }
+        (scope,) = self._world.rng.choices(tuple(targets), (6, 2, 1, 1))
+        target, reason = targets[scope]
+        return EndOrder(tenant=self.tenant, scope=scope, target=target, reason=reason)
 
     def _think(self) -> None:
         self._world.after(self._world.between(2, 60), self, self.next_turn)

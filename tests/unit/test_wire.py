@@ -17,6 +17,7 @@ from kvlease.registry.errors import InvalidRequest, Limit
 from kvlease.registry.values import (
     DIGEST_BYTES,
     MAX_ALIASES,
+    MAX_BLOCKS,
     MAX_DIGESTS,
     MAX_RECORD_BYTES,
     ConversationId,
@@ -81,7 +82,7 @@ PUBLICATIONS = st.builds(
     tenant=IDS.map(TenantId),
     conversation=CONVERSATIONS,
     stride_tokens=st.integers(1, 2**32 - 1),
-    block_count=UINT32,
+    block_count=st.integers(0, MAX_BLOCKS),
     size_bytes=UINT64,
     deadline_ms=INSTANTS,
     on_deadline=st.sampled_from(OnDeadline),

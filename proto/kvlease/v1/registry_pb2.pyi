@@ -18,7 +18,7 @@ Rules of this file
     not exist; lists, watches and names of such a tenant are PERMISSION_DENIED. registry/OPERATIONS.md has the roles.
 
 Limits (exceeding one is INVALID_ARGUMENT with the name of the limit, unless said otherwise)
-  message 4 MiB, record 256 KiB, digests 4 096 per chain, items 256 per batch, ids 1-128 characters
+  message 4 MiB, record 256 KiB, digests 4 096 per chain, blocks 65 536 per lease, items 256 per batch, ids 1-128 characters
   of [A-Za-z0-9._:@/+=-], tenant and engine id alike, traceparent 55 characters, aliases 64 per call.
 """
 
@@ -1055,6 +1055,7 @@ class PublishItem(_message.Message):
     """"" if none"""
     stride_tokens: _builtins.int
     block_count: _builtins.int
+    """all KV groups together, at most 65 536"""
     size_bytes: _builtins.int
     deadline_lender_ms: _builtins.int
     """on the lender's monotonic clock"""

@@ -46,7 +46,7 @@ from kvlease.registry.values import (
 
 LEASES_OUTLIVE_MS: Final = 120_000
 """The leases' ttl beyond the longest that a run may take: if nobody takes them back, they end by themselves."""
-_PARTS: Final = 6
+_PARTS: Final = 7
 _ROLES: Final = ("lender", "borrower", "router")
 _REFUSALS: Final = {x.reason.value: x for x in (EngineIdInUse, LimitReached, PermissionDenied, Unauthenticated)}
 
@@ -81,11 +81,18 @@ class _Lender:
         self.refused: asyncio.Future[KvleaseError] = asyncio.get_running_loop().create_future()
         self.session: LenderSession | None = None
         self._answers: dict[LeaseId, asyncio.Future[PublishResult]] = {}
+        self._ends: dict[LeaseId, asyncio.Future[EndReason]] = {}
 
     def answer(self, lease_id: LeaseId) -> asyncio.Future[PublishResult]:
         """What the registry will say to this publish."""
         future: asyncio.Future[PublishResult] = asyncio.get_running_loop().create_future()
         self._answers[lease_id] = future
+        return future
+
+    def end(self, lease_id: LeaseId) -> asyncio.Future[EndReason]:
+        """The registry's word that this lease is over."""
+        future: asyncio.Future[EndReason] = asyncio.get_running_loop().create_future()
+        self._ends[lease_id] = future
         return future
 
     def on_connected(self) -> None:
@@ -107,6 +114,9 @@ class _Lender:
             future.set_result(result)
 
     def on_end(self, lease_id: LeaseId, reason: EndReason) -> None:
+        future = self._ends.pop(lease_id, None)
+        if future is not None and not future.done():
+            future.set_result(reason)
         if self.session is not None:
             self.session.ended(lease_id, reason)
 
@@ -129,6 +139,7 @@ async def measure(client: RegistryClient, terms: BenchTerms) -> Report:
                 await run.resolve_unary(),
                 await run.locate(callers=1),
                 await run.locate(callers=terms.callers),
+                await run.end(),
             ]
             first = run.turns[0]
             return Report(
@@ -236,6 +247,26 @@ class _Run:
             return found.lease is not None and found.lease.lease_id == turn.publication.lease_id
 
         return await self._ask("locate", callers, ask)
+
+    async def end(self) -> Figure:
+        """From the call that ends a lease to the moment at which its lender hears of it, one lease after another."""
+        samples, started = Samples(), time.perf_counter()
+        until = started + self._terms.seconds
+        for turn in self.turns:
+            lease_id = turn.publication.lease_id
+            heard = self._lender.end(lease_id)
+            begun = time.perf_counter()
+            call = asyncio.create_task(
+                self._client.end_lease(self._terms.tenant, lease_id, timeout_ms=self._terms.timeout_ms)
+            )
+            try:
+                await _first(heard, self._lender, self._terms)
+                samples.took_s.append(time.perf_counter() - begun)
+            finally:
+                await call
+            if time.perf_counter() >= until:
+                break
+        return samples.figure("end to its lender", callers=1, over_s=time.perf_counter() - started)
 
     async def _found(self, turn: Turn) -> bool:
         answer = await self._client.resolve(turn.query, timeout_ms=self._terms.timeout_ms)

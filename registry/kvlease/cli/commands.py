@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", type=_within(64, 131_072), default=8_192, metavar="N", help="a lease (default %(default)s)"
     )
     bench.add_argument(
-        "--seconds", type=_within(0.1, 60.0), default=2.0, metavar="S", help="each of six parts (default %(default)s)"
+        "--seconds", type=_within(0.1, 60.0), default=2.0, metavar="S", help="each of seven parts (default %(default)s)"
     )
     bench.add_argument(
         "--callers", type=_within(1, 256), default=32, metavar="N", help="that ask at once (default %(default)s)"

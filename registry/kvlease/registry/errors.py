@@ -59,6 +59,7 @@ class Limit(StrEnum):
     MESSAGE_BYTES = "max_message_bytes"
     RECORD_BYTES = "max_record_bytes"
     DIGESTS = "max_digests"
+    BLOCKS = "max_blocks"
     BATCH = "max_batch"
     ID = "id_alphabet"
     ALIASES = "max_aliases"

@@ -15,6 +15,7 @@ from kvlease.registry.prefix_index import PrefixIndex
 from kvlease.registry.values import (
     DIGEST_BYTES,
     FINGERPRINT_BYTES,
+    MAX_BLOCKS,
     MAX_DIGESTS,
     MAX_RECORD_BYTES,
     MAX_TRACEPARENT_CHARS,
@@ -226,7 +227,7 @@ def validate_publication(publication: Publication) -> None:
         ("tenant", is_id(publication.tenant)),
         ("conversation", conversation is None or is_id(conversation)),
         ("stride_tokens", publication.stride_tokens > 0),
-        ("block_count", publication.block_count >= 0),
+        ("block_count", 0 <= publication.block_count <= MAX_BLOCKS),
         ("size_bytes", publication.size_bytes >= 0),
         ("fingerprint_hash", len(publication.fingerprint_hash) == FINGERPRINT_BYTES),
         ("record.digests", 0 < digests <= MAX_DIGESTS * DIGEST_BYTES and digests % DIGEST_BYTES == 0),

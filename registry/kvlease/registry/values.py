@@ -30,6 +30,8 @@ FINGERPRINT_BYTES: Final = 16
 ALIAS_BYTES: Final = 16
 MAX_DIGESTS: Final = 4096
 """Strides a lease: 262 144 tokens at 64 tokens a stride."""
+MAX_BLOCKS: Final = 65_536
+"""Blocks a lease, all KV groups together: their ids alone would fill a record."""
 MAX_RECORD_BYTES: Final = 256 * 1024
 MAX_ID_CHARS: Final = 128
 MAX_BATCH: Final = 256

@@ -16,6 +16,7 @@ from kvlease.registry.values import (
     DIGEST_BYTES,
     FINGERPRINT_BYTES,
     MAX_BATCH,
+    MAX_BLOCKS,
     MAX_DIGESTS,
     MAX_ID_CHARS,
     MAX_TEXT_CHARS,
@@ -82,6 +83,12 @@ def check_instant(field: str, value_ms: int) -> int:
     if value_ms < 0:
         raise InvalidRequest(f"{field} must not be negative", field=field)
     return value_ms
+
+
+def check_blocks(field: str, count: int) -> int:
+    if count > MAX_BLOCKS:
+        raise InvalidRequest(f"{field} may be {MAX_BLOCKS} at most", field=field, limit=Limit.BLOCKS)
+    return count
 
 
 def check_digests(field: str, digests: bytes) -> bytes:

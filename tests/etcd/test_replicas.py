@@ -14,6 +14,7 @@ from typing import Final
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvlease.registry.client import RegistryClient
+from kvlease.registry.client_channel import open_channel
 from kvlease.registry.clock import SystemClock
 from kvlease.registry.errors import LenderSilent, RegistryUnavailable
 from kvlease.registry.server import RegistryServer
@@ -232,6 +233,6 @@ async def _refuses(place: Place) -> bool:
 
 
 async def _is(place: Place, status: int) -> bool:
-    stub = health_pb2_grpc.HealthStub(place.client.channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+    async with open_channel(place.server.endpoint) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
     return bool(answer.status == status)

@@ -14,13 +14,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvlease.registry.client import RegistryClient
-from kvlease.registry.client_channel import connected, open_channel
+from kvlease.registry.client_channel import open_channel
 from kvlease.registry.client_credentials import Credentials
 from kvlease.v1 import registry_pb2 as pb
 from kvlease.v1.registry_pb2_grpc import RegistryStub
 
 from tests.integration.raw_session import RawSession, lease
-from tests.integration.registry_peer import free_port
+from tests.integration.registry_peer import free_port, soon
 
 LIMIT_S = 30.0
 """A Python process that imports gRPC, on a busy machine."""
@@ -98,7 +98,7 @@ async def registry(
     process = await start("registry", *own, *patient, *arguments)
     try:
         async with RegistryClient(endpoint, credentials=credentials) as client:
-            await connected(client.channel, timeout_ms=int(LIMIT_S * 1_000), patient=True)
+            await soon(client.replicas.connected(patient=True), "the registry", limit_s=LIMIT_S)
         async with open_channel(endpoint, credentials) as channel:
             lender = RawSession(RegistryStub(channel))
             await lender.start(held=[lease("a", "xyz")] if held is None else held)

@@ -6,7 +6,8 @@ No assertions on behaviour beyond the handshake; those are in `test_lender_sessi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -85,9 +86,13 @@ class Lender:
 
 @asynccontextmanager
 async def lending(
-    endpoint: str, limits: SessionLimits = QUICK, credentials: Credentials | None = None
+    endpoint: str,
+    limits: SessionLimits = QUICK,
+    credentials: Credentials | None = None,
+    *,
+    fraction: Callable[[], float] = random.random,
 ) -> AsyncIterator[Lender]:
-    async with RegistryClient(endpoint, credentials=credentials) as client:
+    async with RegistryClient(endpoint, credentials=credentials, fraction=fraction) as client:
         heard, clock = Heard(), SteppedClock(1_000)
         session = LenderSession(client, ENGINE, clock=clock, listener=heard, limits=limits)
         running = asyncio.create_task(session.run())

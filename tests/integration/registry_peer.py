@@ -31,13 +31,13 @@ ResolveContext = grpc.aio.ServicerContext[pb.ResolveStreamRequest, pb.ResolveStr
 WatchContext = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 
 
-async def soon(awaitable: Awaitable[T], what: str) -> T:
+async def soon(awaitable: Awaitable[T], what: str, *, limit_s: float = LIMIT_S) -> T:
     """The result of `awaitable`, or a failed test."""
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(limit_s):
             return await awaitable
     except TimeoutError:
-        raise AssertionError(f"waited {LIMIT_S:g} s for {what}") from None
+        raise AssertionError(f"waited {limit_s:g} s for {what}") from None
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -41,15 +41,34 @@ async def test_a_wrong_setting_is_said_with_its_flag_and_variable() -> None:
     outcome = await run("registry", "--store", "etcd://somewhere", KVLEASE_REGISTRY_LISTEN="nowhere")
     assert outcome.status == 2
     assert "--listen (KVLEASE_REGISTRY_LISTEN): must be HOST:PORT" in outcome.err
-    assert "--store (KVLEASE_REGISTRY_STORE): etcd is not available" in outcome.err
+    assert "--store (KVLEASE_REGISTRY_STORE): must be HOST:PORT" in outcome.err
 
 
 async def test_no_registry_is_a_failure_with_its_address() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    outcome = await run("leases", "--registry", endpoint)
+    outcome, wrong = await asyncio.gather(
+        run("leases", "--registry", f"{endpoint},127.0.0.1:1"), run("leases", "--registry", f"{endpoint},")
+    )
     assert outcome.status == 1
-    assert endpoint in outcome.err
+    assert f"{endpoint}: Connection refused" in outcome.err
+    assert "127.0.0.1:1: Connection refused" in outcome.err
     assert outcome.out == ""
+    assert wrong.status == 2
+    assert "has a comma too many" in wrong.err
+
+
+async def test_one_replica_that_works_is_enough_and_a_doctor_tells_of_the_others() -> None:
+    gone = f"127.0.0.1:{free_port()}"
+    async with registry() as running:
+        both = f"{gone},{running.endpoint}"
+        leases, doctor = await asyncio.gather(
+            run("leases", "--json", "--registry", both), run("doctor", "--json", "--registry", both)
+        )
+        assert [x["lease_id"] for x in leases.lines] == ["a"]
+        assert doctor.status == 4
+        told = {x["subject"]: x for x in doctor.lines if x["about"] == "health"}
+        assert told[running.endpoint]["text"] == "serving"
+        assert "Connection refused" in str(told[gone]["text"])
 
 
 async def test_what_operators_ask() -> None:

@@ -278,7 +278,7 @@ async def test_goodbye_says_the_rest_first() -> None:
 
 
 async def test_goodbye_without_a_registry_ends_at_once() -> None:
-    limits = SessionLimits(goodbye_timeout_ms=60_000, connect_timeout_ms=60_000)
+    limits = SessionLimits(goodbye_timeout_ms=60_000)
     tried = asyncio.Event()
 
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -5,7 +5,11 @@ Instruments are incremented from the engine's thread: each costs about a microse
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvlease.registry import metrics
+from kvlease.registry.client import RegistryClient
+from kvlease.registry.client_metrics import ClientCollector
 from prometheus_client import CollectorRegistry
 
 
@@ -31,3 +35,8 @@ class Instruments:
         self.reads_late = metrics.BORROWER_LATE_READS.counter(self.registry)
         self.quarantined = metrics.BORROWER_QUARANTINED_BLOCKS.gauge(self.registry)
         self.faults = metrics.CONNECTOR_FAULTS.counter(self.registry)
+
+    def follow(self, client: Callable[[], RegistryClient | None]) -> None:
+        """Show which replica of the registry this client uses. Called once."""
+        moves, place = metrics.CONNECTOR_REGISTRY_MOVES, metrics.CONNECTOR_REGISTRY_PLACE
+        self.registry.register(ClientCollector(client, moves=moves, place=place))

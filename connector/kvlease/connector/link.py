@@ -109,6 +109,11 @@ class Link:
         self.orders: deque[Order] = deque()
         """Taken by the engine's thread."""
 
+    @property
+    def client(self) -> RegistryClient | None:
+        """For what may be read from any thread: which replica is in use."""
+        return self._client
+
     # -- called from the engine's thread ---------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -282,7 +287,7 @@ class Link:
         log.warning("kvlease: the registry refuses this lender (%s): %s", reason, message)
 
     def on_connected(self) -> None:
-        log.info("kvlease: session with the registry at %s is open", self._settings.registry)
+        log.info("kvlease: session with the registry at %s is open", self._client.address if self._client else "")
 
     def on_disconnected(self) -> None:
         log.warning("kvlease: session with the registry at %s is lost; reconnecting", self._settings.registry)

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Annotated, Final, Self
 
 from kvlease.registry.client_credentials import Credentials
+from kvlease.registry.client_endpoints import parse_endpoints
 from kvlease.registry.values import DEFAULT_TENANT, OnDeadline, TenantId, is_id
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -28,6 +29,11 @@ def _endpoint(text: str) -> str:
     return text
 
 
+def _endpoints(text: str) -> str:
+    parse_endpoints(text)
+    return text
+
+
 def _optional_endpoint(text: str) -> str:
     return text and _endpoint(text)
 
@@ -38,7 +44,7 @@ def _tenant(text: TenantId) -> TenantId:
     return text
 
 
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Endpoints = Annotated[str, AfterValidator(_endpoints)]
 OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
 Tenant = Annotated[TenantId, AfterValidator(_tenant)]
 
@@ -69,7 +75,9 @@ class ConnectorSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="KVLEASE_CONNECTOR_", extra="forbid", frozen=True)
 
-    registry: Endpoint = Field(description="HOST:PORT of the registry")
+    registry: Endpoints = Field(
+        description="HOST:PORT of the registry, several with commas between; a name stands for all its addresses"
+    )
     tls_ca: str = Field("", description="file: the CA of the registry's certificate; empty: no TLS")
     tls_cert: str = Field("", description="file: this engine's certificate, with its kvlease:// names")
     tls_key: str = Field("", description="file: the certificate's private key")
@@ -163,4 +171,4 @@ class ConnectorSettings(BaseSettings):
 
     @property
     def registry_is_local(self) -> bool:
-        return self.registry.rpartition(":")[0] in LOOPBACK
+        return all(x.host in LOOPBACK for x in parse_endpoints(self.registry))

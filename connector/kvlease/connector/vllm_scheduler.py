@@ -75,6 +75,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             Journal(configure_tracing("kvlease-connector", otlp_endpoint=settings.otlp_endpoint or None)),
             LenderProbe(self._side_channel, clock, settings.probe_ms),
         )
+        self._instruments.follow(lambda: self._link.client)
         self._metrics = None
         if settings.metrics:
             host, _, port = settings.metrics.rpartition(":")

@@ -138,9 +138,9 @@ def _question(
     parser.add_argument(
         "--registry",
         default=os.environ.get("KVLEASE_REGISTRY") or DEFAULT_REGISTRY,
-        type=_address,
-        metavar="HOST:PORT",
-        help="(default: KVLEASE_REGISTRY, or %(default)s)",
+        type=_endpoints,
+        metavar="HOST:PORT,...",
+        help="one replica that works is asked (default: KVLEASE_REGISTRY, or %(default)s)",
     )
     for flag, text in CREDENTIALS.items():
         variable = "KVLEASE_" + flag.upper().replace("-", "_")
@@ -171,11 +171,13 @@ def _decode(text: str) -> DecodeEngine:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _address(text: str) -> str:
-    """HOST:PORT as it is. gRPC would take a URL for the name of a host and say that it cannot find it."""
-    if "://" in text and text.split("://", 1)[0] in ("http", "https", "grpc", "grpcs"):
-        scheme, rest = text.split("://", 1)
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT without {scheme}://: {rest.partition('/')[0]}")
+def _endpoints(text: str) -> str:
+    from kvlease.registry.client_endpoints import EndpointsInvalid, parse_endpoints
+
+    try:
+        parse_endpoints(text)
+    except EndpointsInvalid as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 

@@ -14,16 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import grpc.aio
 from kvlease.cli.diagnosis import DecodeEngine, Finding, Grade, examine
 from kvlease.cli.faults import advice
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.errors import KvleaseError
-from kvlease.registry.errors_grpc import from_rpc_error
 from kvlease.registry.release import installed_version
 from kvlease.router.routes import base_url
 
-SERVICE: Final = "kvlease.v1.Registry"
 _DECODE: Final = re.compile(r"(?:(?P<id>[^/]+)@)?(?P<url>https?://[^\s@]+)\Z")
 
 
@@ -52,7 +49,7 @@ async def examine_deployment(
             subject=registry,
             text=f"{survey.registry.replica_id or 'one that does not give its name'} answers within {took_ms:.0f} ms",
         ),
-        await _health(client, registry, timeout_ms),
+        *await _replicas(client),
     ]
     asked = await asyncio.gather(*(asyncio.to_thread(_ask, x, timeout_ms) for x in decode))
     return findings + examine(registry, survey, asked, own_version=installed_version())
@@ -68,35 +65,17 @@ def _unreachable(registry: str, error: KvleaseError) -> Finding:
     )
 
 
-async def _health(client: RegistryClient, registry: str, timeout_ms: int) -> Finding:
-    """What load balancers and kubelets are told."""
-    try:
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
-    except ImportError:
-        return Finding(
-            grade=Grade.WARNING,
-            about="health",
-            subject=registry,
-            text="not asked: grpcio-health-checking is missing here",
-            advice="install kvlease[server]",
-        )
-    stub = health_pb2_grpc.HealthStub(client.channel)
-    try:
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_ms / 1_000)
-    except grpc.aio.AioRpcError as error:
-        text = f"does not say: {from_rpc_error(error).message}"
-        to_do = "see whether a proxy stands between that does not pass the health service on"
-        return Finding(grade=Grade.PROBLEM, about="health", subject=registry, text=text, advice=to_do)
-    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-        return Finding(grade=Grade.OK, about="health", subject=registry, text="serving")
-    return Finding(
-        grade=Grade.PROBLEM,
-        about="health",
-        subject=registry,
-        text=f"says {name}",
-        advice="it is going away: lenders connect elsewhere; start another, or wait for it to come back",
-    )
+async def _replicas(client: RegistryClient) -> list[Finding]:
+    """What load balancers and kubelets are told, by each replica."""
+    findings = []
+    for address, error in await client.replicas.examine():
+        if error is None:
+            findings.append(Finding(grade=Grade.OK, about="health", subject=str(address), text="serving"))
+            continue
+        to_do = "lenders and borrowers use the others meanwhile: start it again, or take it out of the list"
+        text = f"is not to be used: {error.message}"
+        findings.append(Finding(grade=Grade.PROBLEM, about="health", subject=str(address), text=text, advice=to_do))
+    return findings
 
 
 def _ask(engine: DecodeEngine, timeout_ms: int) -> DecodeEngine:

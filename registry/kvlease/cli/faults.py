@@ -5,9 +5,6 @@ Pure. Invariant: where and what are always said; a reason that programs can matc
 
 from __future__ import annotations
 
-import re
-from typing import Final
-
 from kvlease.registry.errors import (
     DeadlineExceeded,
     KvleaseError,
@@ -16,19 +13,13 @@ from kvlease.registry.errors import (
     Unauthenticated,
 )
 
-LAST_ERROR: Final = re.compile(
-    r"(?:.*last error: )?(?:UNKNOWN: |UNAVAILABLE: )?(?:ipv[46]:\S+: )?"
-    r"(?:Failed to connect to remote host: )?(?P<why>.*)\Z",
-    re.DOTALL,
-)
-"""gRPC tells the story of all addresses that it tried; the end of it is what happened."""
-
 
 def sentence(registry: str, error: KvleaseError) -> str:
-    """For a person who asked `registry`, HOST:PORT."""
+    """For a person who asked `registry`, its endpoints."""
     match error:
         case RegistryUnavailable():
-            text = f"no registry answers at {registry}: {_why(error.message)}; {advice(error)}"
+            named = error.message.startswith("no registry answers at ")
+            text = f"{error.message if named else f'{registry}: {error.message}'}; {advice(error)}"
         case DeadlineExceeded():
             text = f"no answer from {registry} in time; give it longer with --timeout-ms, or {advice(error)}"
         case Unauthenticated() | PermissionDenied():
@@ -47,8 +38,3 @@ def advice(error: KvleaseError) -> str:
             return "see that `kvlease registry` runs there, and whether it wants TLS (--tls-ca)"
         case _:
             return ""
-
-
-def _why(message: str) -> str:
-    match = LAST_ERROR.match(message)
-    return (match["why"] if match is not None else message).strip() or message

@@ -21,7 +21,7 @@ from kvlease.cli.lease_ids import begun_by, starting
 from kvlease.cli.render import Output
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.client_credentials import Credentials, CredentialsInvalid
-from kvlease.registry.errors import Compacted, InvalidRequest, KvleaseError
+from kvlease.registry.errors import Compacted, InvalidRequest, KvleaseError, RegistryUnavailable
 from kvlease.registry.values import (
     DIGEST_BYTES,
     ConversationId,
@@ -167,10 +167,10 @@ def _credentials(options: argparse.Namespace) -> Credentials:
 
 async def _watch(client: RegistryClient, options: argparse.Namespace, output: Output) -> None:
     """Events until there were as many as wanted. Where some are lost, what there is now is listed in their place."""
-    selection, revision, shown = _selection(options), options.from_revision, count(1)
+    selection, revision, source, shown = _selection(options), options.from_revision, "", count(1)
     while True:
         try:
-            async with aclosing(client.watch(selection, from_revision=revision)) as news:
+            async with aclosing(client.watch(selection, from_revision=revision, source=source)) as news:
                 async for item in news:
                     for event in item.events:
                         if not event.lease.lease_id.startswith(options.lease):
@@ -178,11 +178,13 @@ async def _watch(client: RegistryClient, options: argparse.Namespace, output: Ou
                         output.event(event)
                         if next(shown) == options.count:
                             return
-        except Compacted as error:
+        except (Compacted, RegistryUnavailable) as error:
+            if isinstance(error, RegistryUnavailable) and not client.replicas.several:
+                raise
             sys.stderr.write(f"kvlease watch: {error.message}; listing what there is now, and going on from there\n")
             found = await client.list_leases(selection, timeout_ms=options.timeout_ms)
             output.listed(replace(found, leases=tuple(starting(found.leases, options.lease))))
-            revision = found.revision
+            revision, source = found.revision, found.source
 
 
 def _selection(options: argparse.Namespace) -> LeaseFilter:

@@ -6,15 +6,14 @@ Invariant: pings are never closer than `MIN_PING_MS`, or the other side closes t
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import grpc
 import grpc.aio
 from kvlease.registry.client_credentials import Credentials
-from kvlease.registry.client_fresh import FreshChannel
-from kvlease.registry.errors import RegistryUnavailable
+from kvlease.registry.client_fresh import FreshChannel, FreshCredentials
 from kvlease.registry.telemetry import TraceparentInterceptor
 from kvlease.registry.values import MAX_MESSAGE_BYTES
 
@@ -54,7 +53,22 @@ class ClientLimits:
     call_timeout_ms: int = 2_000
     """Deadline of a call when the caller names none."""
     connect_timeout_ms: int = 1_000
-    """One attempt to reach the registry."""
+    """One attempt to reach a replica, from the connection to its first answer."""
+    stagger_ms: int = 200
+    """An attempt that lasts so long is not waited for any more: the next replica is tried beside it."""
+    ping_timeout_ms: int = 500
+    """A replica that gives cause for doubt and answers nothing for so long is left."""
+    ping_pause_ms: int = 250
+    """Between two pings for cause; doubles as long as they are answered."""
+    idle_ms: int = 1_000
+    """A replica that has not been heard for so long is pinged, if there are others."""
+    settled_ms: int = 5_000
+    """A replica that served so long makes the next pause a short one again."""
+    avoid_ms: int = 1_000
+    """A replica that failed is not tried for so long, unless all have failed and there was a pause."""
+    lookup_timeout_ms: int = 2_000
+    lookup_interval_ms: int = 30_000
+    """Between two lookups of names while all is well; while no replica works, names are looked up before each round."""
     backoff_first_ms: int = 100
     backoff_cap_ms: int = 1_000
     max_waiting: int = 16_384
@@ -63,35 +77,34 @@ class ClientLimits:
     """Pages of one list: a million leases, a thousand to a page."""
 
 
-def open_channel(endpoint: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
-    """A channel to `endpoint` (host:port, or any gRPC target). Needs a running event loop; connects when first used.
+Open = Callable[[str, str], grpc.aio.Channel]
+"""Opens a channel to a target; the second text is the name that the other side's certificate has to have."""
 
-    Reads the files of `credentials`, again whenever they change. Raises CredentialsInvalid.
+
+def opener(registry: str, credentials: Credentials | None = None) -> Open:
+    """How to open channels to the endpoints `registry`. Reads the files of `credentials`, again whenever they change.
+
+    Raises CredentialsInvalid.
     """
+    fresh = FreshCredentials(registry, credentials) if credentials is not None and credentials.paths else None
 
-    def connect(channel: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    def open_to(target: str, authority: str) -> grpc.aio.Channel:
+        options = (*CLIENT_OPTIONS, ("grpc.default_authority", authority))
         interceptors: list[grpc.aio.ClientInterceptor] = [TraceparentInterceptor()]
-        if channel is None:
-            return grpc.aio.insecure_channel(endpoint, options=CLIENT_OPTIONS, interceptors=interceptors)
-        return grpc.aio.secure_channel(endpoint, channel, options=CLIENT_OPTIONS, interceptors=interceptors)
 
-    if credentials is None or not credentials.paths:
-        return connect(None)
-    return FreshChannel(endpoint, credentials, connect)
+        def connect(channel: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+            if channel is None:
+                return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+            return grpc.aio.secure_channel(target, channel, options=options, interceptors=interceptors)
+
+        return connect(None) if fresh is None else FreshChannel(fresh, connect)
+
+    return open_to
 
 
-async def connected(channel: grpc.aio.Channel, *, timeout_ms: int, patient: bool) -> None:
-    """Wait until `channel` has a connection; the channel itself paces its attempts.
+def open_channel(endpoint: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
+    """A channel to `endpoint`, HOST:PORT. Needs a running event loop; connects when first used.
 
-    `patient` waits on while attempts fail; otherwise the first failed attempt ends the wait. Raises
-    RegistryUnavailable after `timeout_ms` at the latest.
+    Raises CredentialsInvalid.
     """
-    try:
-        async with asyncio.timeout(timeout_ms / 1000):
-            while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-                failed = state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not patient
-                if failed or state is grpc.ChannelConnectivity.SHUTDOWN:
-                    raise RegistryUnavailable("the registry cannot be reached")
-                await channel.wait_for_state_change(state)
-    except TimeoutError as error:
-        raise RegistryUnavailable(f"no connection to the registry within {timeout_ms} ms") from error
+    return opener(endpoint, credentials)(endpoint, endpoint)

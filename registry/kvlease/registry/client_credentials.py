@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import grpc
+from kvlease.registry.client_endpoints import parse_endpoints
 from kvlease.registry.pem import check_bundle, check_pair
 from kvlease.registry.secret_files import FileUnusable, read_public, read_secret
 
@@ -44,13 +45,13 @@ class Credentials:
         """All files."""
         return tuple(Path(x) for x in (self.tls_ca, self.tls_cert, self.tls_key, self.token_file) if x)
 
-    def check(self, endpoint: str) -> None:
-        """Whether a client of `endpoint` could start with these. Blocks. Raises CredentialsInvalid."""
-        self.load(endpoint)
+    def check(self, registry: str) -> None:
+        """Whether a client of the endpoints `registry` could start with these. Blocks. Raises CredentialsInvalid."""
+        self.load(registry)
 
-    def load(self, endpoint: str) -> LoadedCredentials:
-        """Read all files. Blocks: small local files. Raises CredentialsInvalid."""
-        if self.token_file and not self.tls_ca and not is_loopback(endpoint.rpartition(":")[0]):
+    def load(self, registry: str) -> LoadedCredentials:
+        """Read all files. Blocks: small local files. Raises CredentialsInvalid, EndpointsInvalid."""
+        if self.token_file and not self.tls_ca and not all(is_loopback(x.host) for x in parse_endpoints(registry)):
             raise CredentialsInvalid("token_file needs tls_ca: the token would travel unencrypted to another host")
         try:
             return LoadedCredentials(channel=self._channel(), token=self._token())

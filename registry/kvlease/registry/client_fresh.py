@@ -25,53 +25,42 @@ Connect = Callable[[grpc.ChannelCredentials | None], grpc.aio.Channel]
 Call = Any
 
 
-class FreshChannel(grpc.aio.Channel):
-    """A `grpc.aio.Channel` over `credentials`. `connect` makes the channels that it consists of."""
+class FreshCredentials:
+    """The newest usable contents of the files of `credentials`, for any number of channels."""
 
-    def __init__(self, endpoint: str, credentials: Credentials, connect: Connect) -> None:
-        """Reads the files. Raises CredentialsInvalid."""
-        self._endpoint: Final = endpoint
+    def __init__(self, registry: str, credentials: Credentials) -> None:
+        """Reads the files. `registry`: its endpoints. Raises CredentialsInvalid."""
+        self._registry: Final = registry
         self._credentials: Final = credentials
-        self._connect: Final = connect
-        self._seen: Signature = ()
         self._faulty: Signature | None = None
         self._looked_s = time.monotonic()
-        self._closed = False
-        self.metadata: tuple[tuple[str, str], ...] = ()
-        """Sent with every call."""
         try:
             self._seen = signature(credentials.paths)
         except FileUnusable as error:
             raise CredentialsInvalid(str(error)) from error
-        self._inner = self._open(credentials.load(endpoint))
+        self._loaded = credentials.load(registry)
 
-    def newest(self) -> grpc.aio.Channel:
-        """The channel for the next call. Looks at the files, at most every RELOAD_S: a few microseconds."""
+    def newest(self) -> LoadedCredentials:
+        """Another object once they have changed. Looks at the files, at most every RELOAD_S: a few microseconds."""
         now_s = time.monotonic()
-        if now_s - self._looked_s >= RELOAD_S and not self._closed:
+        if now_s - self._looked_s >= RELOAD_S:
             self._looked_s = now_s
             self._refresh()
-        return self._inner
+        return self._loaded
 
     def _refresh(self) -> None:
         try:
             seen = signature(self._credentials.paths)
             if seen == self._seen:
                 return
-            loaded = self._credentials.load(self._endpoint)
+            loaded = self._credentials.load(self._registry)
             if signature(self._credentials.paths) != seen:
                 return  # half replaced; the next look sees the rest
         except (FileUnusable, CredentialsInvalid) as error:
             self._note_fault(error)
             return
-        self._seen, self._faulty = seen, None
-        # The old channel is left to the calls that are on it, and goes with the last of them.
-        self._inner = self._open(loaded)
-        _log.info("credentials for the registry at %s were read again", self._endpoint)
-
-    def _open(self, loaded: LoadedCredentials) -> grpc.aio.Channel:
-        self.metadata = (("authorization", f"Bearer {loaded.token}"),) if loaded.token else ()
-        return self._connect(loaded.channel)
+        self._seen, self._faulty, self._loaded = seen, None, loaded
+        _log.info("credentials for the registry at %s were read again", self._registry)
 
     def _note_fault(self, error: Exception) -> None:
         try:
@@ -81,6 +70,29 @@ class FreshChannel(grpc.aio.Channel):
         if now != self._faulty:
             self._faulty = now
             _log.warning("new credentials for the registry are not usable, the old ones stay: %s", error)
+
+
+class FreshChannel(grpc.aio.Channel):
+    """A `grpc.aio.Channel` to one address with `credentials`. `connect` makes the channels that it consists of."""
+
+    def __init__(self, credentials: FreshCredentials, connect: Connect) -> None:
+        self._credentials: Final = credentials
+        self._connect: Final = connect
+        self._closed = False
+        self._loaded = credentials.newest()
+        self._inner = connect(self._loaded.channel)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Sent with every call."""
+        return (("authorization", f"Bearer {self._loaded.token}"),) if self._loaded.token else ()
+
+    def newest(self) -> grpc.aio.Channel:
+        """The channel for the next call."""
+        if not self._closed and (loaded := self._credentials.newest()) is not self._loaded:
+            # The old channel is left to the calls that are on it, and goes with the last of them.
+            self._loaded, self._inner = loaded, self._connect(loaded.channel)
+        return self._inner
 
     # --- grpc.aio.Channel
 
@@ -133,6 +145,7 @@ class _Method:
         newest = self._channel.newest()
         if newest is not self._of:
             self._of, self._method = newest, getattr(newest, self._kind)(*self._args, **self._options)
-        if self._channel.metadata:
-            options["metadata"] = (*(options.get("metadata") or ()), *self._channel.metadata)
+        metadata = self._channel.metadata
+        if metadata:
+            options["metadata"] = (*(options.get("metadata") or ()), *metadata)
         return self._method(*args, **options)

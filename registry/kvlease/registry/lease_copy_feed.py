@@ -1,8 +1,9 @@
 """Keeps a `LeaseCopy` up to date: list, replace, watch; and again from the list whenever there may be a gap.
 
 The asyncio shell around `lease_copy.py`: it calls the registry and reads the clock, and knows nothing of leases.
-Invariant: after a failed stream it resumes where the copy is; what cannot be resumed is listed anew, and the old copy
-answers until the new list is whole. It never gives up and never asks without a pause.
+Invariant: after a failed stream it resumes where the copy is, on the replica that it was listed from; what cannot be
+resumed is listed anew, and the old copy answers until the new list is whole. It never gives up and never asks without a
+pause.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class LeaseCopyFeed:
         self._backoff: Final = Backoff(
             first_ms=self._limits.backoff_first_ms, cap_ms=self._limits.backoff_cap_ms, fraction=fraction
         )
+        self._source = ""
         self._trouble = False
 
     async def run(self) -> NoReturn:
@@ -93,9 +95,10 @@ class LeaseCopyFeed:
             if number % LIST_PAGE == 0:
                 await asyncio.sleep(0)
         self._copy.replace(leases, revision=listed.revision, asked_ms=asked_ms)
+        self._source = listed.source
 
     async def _follow(self) -> NoReturn:
-        watch = self._client.watch(self._selection, from_revision=self._copy.revision or 0)
+        watch = self._client.watch(self._selection, from_revision=self._copy.revision or 0, source=self._source)
         async with aclosing(watch):
             self._copy.resume(await self._next(watch), now_ms=self._clock.now_ms())
             self._tell(None)

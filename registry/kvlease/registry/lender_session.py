@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import grpc
 import grpc.aio
 from kvlease.registry.backoff import Backoff
 from kvlease.registry.batches import publication_bytes, split
 from kvlease.registry.client import RegistryClient
-from kvlease.registry.client_channel import connected
+from kvlease.registry.client_replica import cancelled
+from kvlease.registry.client_replicas import Replicas
 from kvlease.registry.clock import Clock
 from kvlease.registry.errors import (
     DeadlineExceeded,
@@ -31,29 +31,26 @@ from kvlease.registry.errors import (
     MalformedAnswer,
     PermissionDenied,
     RegistryUnavailable,
+    SessionGap,
     SessionReplaced,
     Unauthenticated,
     retry_hint_ms,
 )
 from kvlease.registry.errors_grpc import from_rpc_error
 from kvlease.registry.lender_listener import LenderListener
-from kvlease.registry.lender_mirror import Batch, Ends, LenderMirror, Publishes, Renewals
+from kvlease.registry.lender_mirror import LenderMirror
+from kvlease.registry.lender_stream import LenderStream, encode_batch, wait
+from kvlease.registry.stream_writer import StreamOver
 from kvlease.registry.values import EndReason, Engine, LeaseId, Publication, RenewStatus
 from kvlease.registry.wire import (
     decode_ended,
     decode_publication,
     decode_publish_result,
-    encode_ended,
     encode_engine,
     encode_publication,
-    encode_renew_refused,
-    encode_renewed,
 )
 from kvlease.registry.wire_checks import check_id
 from kvlease.v1 import registry_pb2 as pb
-from kvlease.v1.registry_pb2_grpc import RegistryStub
-
-Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 REFUSALS: Final = (EngineIdInUse, InvalidRequest, LimitReached, PermissionDenied, Unauthenticated)
 """Answers that a quick retry does not change: reported to the listener, tried again at the slow pace."""
@@ -63,8 +60,9 @@ REFUSALS: Final = (EngineIdInUse, InvalidRequest, LimitReached, PermissionDenied
 class SessionLimits:
     """Bounds of a session's waits, in milliseconds."""
 
-    connect_timeout_ms: int = 1_000
     welcome_timeout_ms: int = 2_000
+    ack_ms: int = 200
+    """A message that is not acknowledged for so long makes the client see whether the replica lives."""
     silence_ms: int = 5_000
     """Every message is acknowledged, heartbeats too; a registry that says nothing for so long is left."""
     goodbye_timeout_ms: int = 2_000
@@ -73,26 +71,6 @@ class SessionLimits:
     settled_ms: int = 5_000
     """A session that lasted so long makes the next pause a short one again."""
     refused_pause_ms: int = 2_000
-
-
-class _Stream:
-    """One stream's state: its call, its numbers, what its Welcome said."""
-
-    __slots__ = ("call", "goodbye_seq", "interval_ms", "presented", "seq", "snapshot_seq", "welcomed")
-
-    def __init__(self, call: Call) -> None:
-        self.call: Final = call
-        self.seq = 0
-        self.snapshot_seq = 0
-        self.goodbye_seq = 0
-        self.interval_ms = 1_000
-        self.presented = False
-        self.welcomed: Final = asyncio.Event()
-
-    async def send(self, message: pb.SessionRequest) -> None:
-        self.seq += 1
-        message.seq = self.seq
-        await self.call.write(message)
 
 
 class LenderSession:
@@ -122,7 +100,7 @@ class LenderSession:
         self._wake: Final = asyncio.Event()
         self._stopped: Final = asyncio.Event()
         self._keeper: asyncio.Task[KvleaseError | None] | None = None
-        self._stream: _Stream | None = None
+        self._stream: LenderStream | None = None
         self._leaving = False
         self._free_blocks = 0
         self._total_blocks = 0
@@ -180,10 +158,10 @@ class LenderSession:
         """
         if self._keeper is not None:
             raise RuntimeError("a session runs once")
-        channel = self._client.channel
+        replicas = self._client.replicas
         try:
             async with asyncio.TaskGroup() as group:
-                keeper = self._keeper = group.create_task(self._keep(channel), name="kvlease lender session")
+                keeper = self._keeper = group.create_task(self._keep(replicas), name="kvlease lender session")
         finally:
             self._stopped.set()
         error = None if keeper.cancelled() else keeper.result()
@@ -208,28 +186,29 @@ class LenderSession:
         except TimeoutError as error:
             raise DeadlineExceeded("the registry did not acknowledge the goodbye") from error
 
-    async def _keep(self, channel: grpc.aio.Channel) -> KvleaseError | None:
+    async def _keep(self, replicas: Replicas) -> KvleaseError | None:
         """One stream after another; the error that ends the session, None after a goodbye."""
         loop = asyncio.get_running_loop()
         while not self._leaving:
             try:
-                await connected(channel, timeout_ms=self._limits.connect_timeout_ms, patient=True)
-            except RegistryUnavailable as away:
-                if channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN:
-                    return away
-                await asyncio.sleep(self._limits.backoff_first_ms / 1000)
-                continue
+                replica = await replicas.connected(patient=True)
+            except RegistryUnavailable as closed:
+                return closed
             started = loop.time()
-            error = await self._serve(channel)
+            stream = LenderStream(replica, ack_ms=self._limits.ack_ms)
+            error = await self._serve(stream)
             if error is None or isinstance(error, SessionReplaced):
                 return error
             if self._leaving:
                 return None
+            moved = await replicas.retire(replica) if stream.dismissed else replicas.ended(replica, error)
             if isinstance(error, REFUSALS):
                 self._listener.on_refused(error.reason.value, error.message)
                 # No longer than our own pause: what is in the way may go before the registry expects it to.
                 pause_ms = min(retry_hint_ms(error) or self._limits.refused_pause_ms, self._limits.refused_pause_ms)
                 pause_ms += int(self._fraction() * pause_ms / 2)
+            elif moved and replicas.several and stream.presented:
+                continue
             else:
                 if (loop.time() - started) * 1000 >= self._limits.settled_ms:
                     self._backoff.reset()
@@ -237,18 +216,18 @@ class LenderSession:
             await asyncio.sleep(pause_ms / 1000)
         return None
 
-    async def _serve(self, channel: grpc.aio.Channel) -> KvleaseError | None:
+    async def _serve(self, stream: LenderStream) -> KvleaseError | None:
         """Serve one stream to its end; why it ended, None after an acknowledged goodbye."""
-        stream = _Stream(RegistryStub(channel).Session())
         self._stream = stream
         try:
-            async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(stream))
-                try:
-                    return await self._read(stream)
-                finally:
-                    writer.cancel()
-                    stream.call.cancel()
+            with stream.replica.carrying(stream.call):
+                async with asyncio.TaskGroup() as group:
+                    writer = group.create_task(self._write(stream))
+                    try:
+                        return await self._read(stream)
+                    finally:
+                        writer.cancel()
+                        stream.call.cancel()
         finally:
             self._stream = None
             self._mirror.disconnected()
@@ -257,14 +236,16 @@ class LenderSession:
 
     # --- reading ---
 
-    async def _read(self, stream: _Stream) -> KvleaseError | None:
+    async def _read(self, stream: LenderStream) -> KvleaseError | None:
         try:
             while True:
                 async with asyncio.timeout(self._patience_ms(stream) / 1000):
                     message = await stream.call.read()
                 if not isinstance(message, pb.SessionResponse):
                     return None if self._leaving else RegistryUnavailable("the registry closed the session")
+                stream.replica.heard()
                 if message.HasField("reconnect"):
+                    stream.dismissed = True
                     return RegistryUnavailable("the registry goes away")
                 self._take(stream, message)
                 if stream.goodbye_seq and message.ack.seq >= stream.goodbye_seq:
@@ -274,22 +255,24 @@ class LenderSession:
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if cancelled():
                 raise
-            return RegistryUnavailable("the session was dropped: too much was queued, or the client was closed")
+            if stream.overflowed:
+                return SessionGap("too much was queued: what is held is presented anew")
+            return RegistryUnavailable("the registry was left, or the client was closed")
         except InvalidRequest as error:
             return MalformedAnswer(f"the registry's message: {error.message}")
 
-    def _patience_ms(self, stream: _Stream) -> int:
+    def _patience_ms(self, stream: LenderStream) -> int:
         if not stream.welcomed.is_set():
             return self._limits.welcome_timeout_ms
         return max(self._limits.silence_ms, 3 * stream.interval_ms)
 
-    def _take(self, stream: _Stream, message: pb.SessionResponse) -> None:
+    def _take(self, stream: LenderStream, message: pb.SessionResponse) -> None:
         match message.WhichOneof("message"):
             case "welcome":
                 stream.interval_ms = max(1, message.welcome.heartbeat_interval_ms)
+                stream.acked = 1
                 stream.welcomed.set()
             case "ack":
                 self._acknowledged(stream, message.ack)
@@ -308,7 +291,7 @@ class LenderSession:
             case _:
                 pass  # a newer registry may say more
 
-    def _acknowledged(self, stream: _Stream, ack: pb.Ack) -> None:
+    def _acknowledged(self, stream: LenderStream, ack: pb.Ack) -> None:
         for message in ack.results:
             result = decode_publish_result(message)
             news, superseded = self._mirror.answered(result)
@@ -316,23 +299,24 @@ class LenderSession:
                 self._listener.on_result(result)
             for lease_id in superseded:
                 self._listener.on_end(lease_id, EndReason.SUPERSEDED)
+        stream.acked = max(stream.acked, ack.seq)
         if not stream.presented and 0 < stream.snapshot_seq <= ack.seq:
             stream.presented = True
             self._listener.on_connected()
 
     # --- writing ---
 
-    async def _write(self, stream: _Stream) -> None:
+    async def _write(self, stream: LenderStream) -> None:
         try:
             hello = pb.Hello(engine=encode_engine(self._engine), now_lender_ms=self._clock.now_ms())
             await stream.send(pb.SessionRequest(hello=hello))
             await stream.welcomed.wait()
             await self._present(stream)
             await self._report(stream)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the stream has ended; the reader sees why
+        except StreamOver:
+            return  # the reader sees why
 
-    async def _present(self, stream: _Stream) -> None:
+    async def _present(self, stream: LenderStream) -> None:
         parts = list(split(self._mirror.present(), publication_bytes)) or [[]]
         for number, part in enumerate(parts, start=1):
             last = number == len(parts)
@@ -341,7 +325,7 @@ class LenderSession:
                 stream.snapshot_seq = stream.seq + 1
             await stream.send(pb.SessionRequest(snapshot=snapshot))
 
-    async def _report(self, stream: _Stream) -> None:
+    async def _report(self, stream: LenderStream) -> None:
         """Send what happens, in order, and heartbeats between; after a goodbye, nothing more."""
         loop = asyncio.get_running_loop()
         heartbeat_at = loop.time()
@@ -352,13 +336,14 @@ class LenderSession:
             self._wake.clear()
             batch = self._mirror.next_batch()
             if batch is not None:
-                await stream.send(_encode_batch(batch))
+                await stream.send(encode_batch(batch))
             elif self._leaving:
                 stream.goodbye_seq = stream.seq + 1
                 await stream.send(pb.SessionRequest(goodbye=pb.Goodbye()))
                 return
             else:
-                await _wait(self._wake, heartbeat_at - loop.time())
+                await wait(self._wake, heartbeat_at - loop.time())
+        stream.overflowed = True
         stream.call.cancel()
 
     def _heartbeat(self) -> pb.SessionRequest:
@@ -366,22 +351,3 @@ class LenderSession:
             now_lender_ms=self._clock.now_ms(), free_blocks=self._free_blocks, total_blocks=self._total_blocks
         )
         return pb.SessionRequest(heartbeat=heartbeat)
-
-
-async def _wait(event: asyncio.Event, limit_s: float) -> None:
-    """Wait for `event`, or for `limit_s`."""
-    try:
-        async with asyncio.timeout(limit_s):
-            await event.wait()
-    except TimeoutError:
-        return
-
-
-def _encode_batch(batch: Batch) -> pb.SessionRequest:
-    if isinstance(batch, Publishes):
-        return pb.SessionRequest(publish=pb.PublishBatch(leases=map(encode_publication, batch.items)))
-    if isinstance(batch, Ends):
-        return pb.SessionRequest(ended=pb.EndedBatch(ended=[encode_ended(*item) for item in batch.items]))
-    if isinstance(batch, Renewals):
-        return pb.SessionRequest(renewed=pb.RenewedBatch(renewed=[encode_renewed(*item) for item in batch.items]))
-    return pb.SessionRequest(renew_refused=encode_renew_refused(batch.lease_id, batch.status))

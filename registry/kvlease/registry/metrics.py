@@ -127,6 +127,13 @@ CONNECTOR_FAULTS: Final = Metric(
     text="Errors inside the connector that cost a lease or a borrow; see the log",
     labels=("hook",),
 )
+CONNECTOR_REGISTRY_MOVES: Final = Metric(
+    name="kvlease_connector_registry_moves_total", text="Times another replica of the registry was taken into use"
+)
+CONNECTOR_REGISTRY_PLACE: Final = Metric(
+    name="kvlease_connector_registry_replica",
+    text="Replica in use, by its place in the list of endpoints, from 0; -1: none",
+)
 
 # Router
 ROUTER_TURNS: Final = Metric(name="kvlease_router_turns_total", text="Turns, by outcome", labels=("outcome",))
@@ -166,6 +173,13 @@ ROUTER_ENGINE_LENDS: Final = Metric(
     name="kvlease_router_engine_lends",
     text="1 if the registry knows the decode engine as a lender; absent while the registry does not answer",
     labels=("target",),
+)
+ROUTER_REGISTRY_MOVES: Final = Metric(
+    name="kvlease_router_registry_moves_total", text="Times another replica of the registry was taken into use"
+)
+ROUTER_REGISTRY_PLACE: Final = Metric(
+    name="kvlease_router_registry_replica",
+    text="Replica in use, by its place in the list of endpoints, from 0; -1: none",
 )
 ROUTER_COPY_LEASES: Final = Metric(name="kvlease_router_copy_leases", text="Leases in this router's copy")
 ROUTER_COPY_STALENESS: Final = Metric(

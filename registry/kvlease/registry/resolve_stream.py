@@ -1,11 +1,10 @@
 """Resolves over one open stream: correlation ids out, answers in any order back.
 
-No retry of a resolve: a miss costs one prefill, which is what a retry would cost too. Used by `client.py` only.
+A resolve is asked once, of one replica, unless that fails under it: then the next replica gets it, within its time.
 Invariants: every resolve ends by its own time, with an answer or a typed error; no correlation id outlives its
 caller; an answer that nobody waits for is dropped. What waits while a message is being written goes into the next
 one, so a batch forms by itself under load and a lone resolve is never held back.
-While there is no stream, resolves fail at once instead of using up their time; only the first attempt to connect
-is waited for.
+While no replica is to be had, resolves fail at once instead of using up their time; while one is looked for, they wait.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ import asyncio
 from itertools import islice
 from typing import Final, NoReturn
 
-import grpc
 import grpc.aio
 from kvlease.registry.backoff import Backoff
 from kvlease.registry.batches import MESSAGE_ROOM_BYTES
-from kvlease.registry.client_channel import ClientLimits, connected
+from kvlease.registry.client_calls import MOST_ASKED
+from kvlease.registry.client_channel import ClientLimits
+from kvlease.registry.client_replica import Replica, cancelled
+from kvlease.registry.client_replicas import Replicas
 from kvlease.registry.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -28,10 +29,10 @@ from kvlease.registry.errors import (
     RegistryUnavailable,
 )
 from kvlease.registry.errors_grpc import from_rpc_error
+from kvlease.registry.stream_writer import StreamOver, StreamWriter
 from kvlease.registry.values import MAX_BATCH, Hit, Miss, ResolveQuery
 from kvlease.registry.wire_resolve import check_query, decode_answer, fill_query
 from kvlease.v1 import registry_pb2 as pb
-from kvlease.v1.registry_pb2_grpc import RegistryStub
 
 StreamCall = grpc.aio.StreamStreamCall[pb.ResolveStreamRequest, pb.ResolveStreamResponse]
 
@@ -39,11 +40,11 @@ StreamCall = grpc.aio.StreamStreamCall[pb.ResolveStreamRequest, pb.ResolveStream
 class ResolveStream:
     """One stream, kept open from the first resolve on. `run` must be running while `resolve` is used."""
 
-    def __init__(self, channel: grpc.aio.Channel, limits: ClientLimits, backoff: Backoff) -> None:
-        self._channel: Final = channel
+    def __init__(self, replicas: Replicas, limits: ClientLimits, backoff: Backoff) -> None:
+        self._replicas: Final = replicas
         self._limits: Final = limits
         self._backoff: Final = backoff
-        self._waiting: Final[dict[int, asyncio.Future[Hit | Miss]]] = {}
+        self._waiting: Final[dict[int, _Asked]] = {}
         self._unsent: Final[dict[int, pb.CorrelatedResolve]] = {}
         self._wake: Final = asyncio.Event()
         self._next_id = 1
@@ -77,10 +78,10 @@ class ResolveStream:
         fill_query(item.request, query)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Hit | Miss] = loop.create_future()
-        self._waiting[correlation_id] = future
+        self._waiting[correlation_id] = _Asked(future, item)
         self._unsent[correlation_id] = item
         self._wake.set()
-        timer = loop.call_later(timeout_ms / 1000, _expire, future, timeout_ms)
+        timer = loop.call_later(timeout_ms / 1000, self._expire, future, timeout_ms)
         try:
             return await future
         finally:
@@ -94,45 +95,52 @@ class ResolveStream:
             await self._wake.wait()
             while True:
                 try:
-                    await connected(
-                        self._channel,
-                        timeout_ms=self._limits.connect_timeout_ms,
-                        patient=self._down is not None,
-                    )
-                except RegistryUnavailable as error:
-                    self._lose(error)
-                    await asyncio.sleep(self._limits.backoff_first_ms / 1000)
-                    continue
+                    replica = await self._replicas.connected()
+                except RegistryUnavailable as away:
+                    self._lose(away)
+                    replica = await self._replicas.connected(patient=True)
                 self._down = None
-                self._lose(await self._exchange())
+                error = await self._exchange(replica)
+                if self._replicas.ended(replica, error):
+                    self._ask_again(error)
+                    continue
+                self._lose(error)
                 await asyncio.sleep(self._backoff.next_ms() / 1000)
         finally:
             self._lose(RegistryUnavailable("the client is closed"))
 
-    async def _exchange(self) -> KvleaseError:
+    async def _exchange(self, replica: Replica) -> KvleaseError:
         """Serve one stream to its end; why it ended."""
-        call = RegistryStub(self._channel).ResolveStream()
-        async with asyncio.TaskGroup() as group:
-            writer = group.create_task(self._write(call))
-            try:
-                while isinstance(message := await call.read(), pb.ResolveStreamResponse):
-                    self._take(message)
-                return RegistryUnavailable("the registry closed the stream")
-            except grpc.aio.AioRpcError as error:
-                return from_rpc_error(error)
-            finally:
-                writer.cancel()
-                call.cancel()
+        call = replica.stub.ResolveStream()
+        with replica.carrying(call):
+            async with asyncio.TaskGroup() as group:
+                return await self._read(replica, call, group.create_task(self._write(call)))
+
+    async def _read(self, replica: Replica, call: StreamCall, writer: asyncio.Task[None]) -> KvleaseError:
+        try:
+            while isinstance(message := await call.read(), pb.ResolveStreamResponse):
+                replica.heard()
+                self._take(message)
+            return RegistryUnavailable("the registry closed the stream")
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        except asyncio.CancelledError:
+            if cancelled():
+                raise
+            return RegistryUnavailable("the registry was left")
+        finally:
+            writer.cancel()
 
     async def _write(self, call: StreamCall) -> None:
+        stream = StreamWriter(call)
         try:
             while True:
-                await self._wake.wait()
-                self._wake.clear()
                 while self._unsent:
-                    await call.write(self._next_message())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the stream has ended; the reader sees why
+                    await stream.write(self._next_message())
+                self._wake.clear()
+                await self._wake.wait()
+        except StreamOver:
+            return  # the reader sees why
 
     def _next_message(self) -> pb.ResolveStreamRequest:
         message = pb.ResolveStreamRequest()
@@ -148,24 +156,49 @@ class ResolveStream:
     def _take(self, message: pb.ResolveStreamResponse) -> None:
         self._backoff.reset()
         for answer in message.answers:
-            future = self._waiting.get(answer.correlation_id)
-            if future is None or future.done():
+            asked = self._waiting.get(answer.correlation_id)
+            if asked is None or asked.future.done():
                 self._late_answers += 1
                 continue
             try:
-                future.set_result(decode_answer(answer.response))
+                asked.future.set_result(decode_answer(answer.response))
             except InvalidRequest as error:
-                future.set_exception(MalformedAnswer(f"answer to a resolve: {error.message}"))
+                asked.future.set_exception(MalformedAnswer(f"answer to a resolve: {error.message}"))
+
+    def _ask_again(self, error: KvleaseError) -> None:
+        """The stream has failed, another one follows: what was asked on it is asked on that one.
+
+        Not for ever: it may be what the replicas fail over.
+        """
+        for correlation_id, asked in self._waiting.items():
+            if asked.future.done() or correlation_id in self._unsent:
+                continue
+            asked.times += 1
+            if asked.times > MOST_ASKED:
+                asked.future.set_exception(error.again())
+            else:
+                self._unsent[correlation_id] = asked.item
 
     def _lose(self, error: KvleaseError) -> None:
         """No stream any more: nobody waits for it, and nobody starts to."""
         self._down = error
         self._unsent.clear()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(error.again())
+        for asked in self._waiting.values():
+            if not asked.future.done():
+                asked.future.set_exception(error.again())
+
+    def _expire(self, future: asyncio.Future[Hit | Miss], timeout_ms: int) -> None:
+        if not future.done():
+            future.set_exception(DeadlineExceeded(f"no answer to a resolve within {timeout_ms} ms"))
+            self._replicas.doubt()
 
 
-def _expire(future: asyncio.Future[Hit | Miss], timeout_ms: int) -> None:
-    if not future.done():
-        future.set_exception(DeadlineExceeded(f"no answer to a resolve within {timeout_ms} ms"))
+class _Asked:
+    """A resolve that waits, and of how many replicas it was asked."""
+
+    __slots__ = ("future", "item", "times")
+
+    def __init__(self, future: asyncio.Future[Hit | Miss], item: pb.CorrelatedResolve) -> None:
+        self.future: Final = future
+        self.item: Final = item
+        self.times = 1

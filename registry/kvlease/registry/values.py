@@ -310,10 +310,14 @@ class LeaseEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseList:
-    """Leases, and the revision from which a watch misses nothing of what changed since."""
+    """Leases, and the revision from which a watch misses nothing of what changed since.
+
+    `source`: where the replica is whose revision it is.
+    """
 
     revision: int
     leases: tuple[LeaseView, ...]
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from kvlease.registry.client import RegistryClient
+from kvlease.registry.client_metrics import ClientCollector
 from kvlease.registry.clock import Clock
 from kvlease.registry.lease_copy import LeaseCopy
 from kvlease.registry.metrics import (
@@ -24,6 +26,8 @@ from kvlease.registry.metrics import (
     ROUTER_MISSES,
     ROUTER_NAMINGS,
     ROUTER_OUTSTANDING,
+    ROUTER_REGISTRY_MOVES,
+    ROUTER_REGISTRY_PLACE,
     ROUTER_RELEASES,
     ROUTER_RENEWALS,
     ROUTER_STRIPPED,
@@ -58,6 +62,11 @@ class RouterMetrics:
         self.releases = ROUTER_RELEASES.counter(self.registry)
         self.registry.register(_RoutesCollector(routes))
         self.registry.register(_CopyCollector(copy, clock))
+
+    def follow(self, client: RegistryClient) -> None:
+        """Show which replica of the registry this client uses. Called once."""
+        moves, place = ROUTER_REGISTRY_MOVES, ROUTER_REGISTRY_PLACE
+        self.registry.register(ClientCollector(lambda: client, moves=moves, place=place))
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""

@@ -76,6 +76,7 @@ class RouterServer:
             limits = ClientLimits(max_pages=2 * settings.max_copied_leases // LIST_PAGE + 1)
             client = RegistryClient(settings.registry, credentials=settings.credentials, limits=limits)
             await stack.enter_async_context(client)
+            self.metrics.follow(client)
         upstream = await stack.enter_async_context(Upstream(connect_timeout_ms=settings.connect_timeout_ms))
         group = await asyncio.TaskGroup().__aenter__()
         # An error of the caller is not the group's: it passes as it is, not inside an ExceptionGroup.

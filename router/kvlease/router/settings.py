@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from kvlease.registry import flags
 from kvlease.registry.client_credentials import Credentials, CredentialsInvalid
+from kvlease.registry.client_endpoints import parse_endpoints
 from kvlease.registry.flags import Shown, split_address
 from kvlease.registry.lease_copy import MAX_COPIED_LEASES
 from kvlease.registry.values import DEFAULT_TENANT, EngineId, TenantId, is_id
@@ -55,7 +56,10 @@ class RouterSettings(BaseSettings):
         description="of a decode engine; repeat for several. The id is needed only where engines publish another URL "
         "for themselves than the one the router uses",
     )
-    registry: Address = Field("127.0.0.1:7411", description='of the registry, or "none": no leases')
+    registry: Annotated[str, Shown("HOST:PORT,...")] = Field(
+        "127.0.0.1:7411",
+        description='of the registry; several with commas between, or one name for all of them; "none": no leases',
+    )
     tls_ca: File = Field("", description="the CA of the registry's certificate; without it, no TLS")
     tls_cert: File = Field("", description="this router's certificate, with its kvlease:// names")
     tls_key: File = Field("", description="the certificate's private key")
@@ -109,11 +113,17 @@ class RouterSettings(BaseSettings):
             return items
         return tuple(part.strip() for item in items for part in str(item).split(",") if part.strip())
 
-    @field_validator("listen", "registry")
+    @field_validator("listen")
     @classmethod
     def _address(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+    @field_validator("registry")
+    @classmethod
+    def _registry(cls, value: str) -> str:
         if value != NO_REGISTRY:
-            split_address(value)
+            parse_endpoints(value)
         return value
 
     @field_validator("tenant")
@@ -125,8 +135,6 @@ class RouterSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.listen == NO_REGISTRY:
-            raise ValueError("listen: must be HOST:PORT")
         try:
             credentials = self.credentials
             if self.leases:

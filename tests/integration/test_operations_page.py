@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cryptography import x509
+from kvlease.registry.errors import TABLE
 from kvlease.registry.identity import Identity
 from kvlease.registry.identity_tokens import parse_tokens
 from kvlease.registry.pem import check_bundle, check_pair
@@ -68,6 +69,26 @@ def test_tokens_as_the_page_makes_them(tmp_path: Path) -> None:
     (identity,) = parse_tokens(read_secret(tmp_path / "tokens"), "tokens").values()
     assert identity.name == "router/router-0"
     read_secret(tmp_path / "router-0.token")
+
+
+def test_the_page_has_the_table_of_errors() -> None:
+    (table,) = re.findall(r"^\| reason \|.*\n(?:\|.*\n)+", PAGE.read_text(), re.MULTILINE)
+    _, _, *lines = table.splitlines()
+    shown = {cells[1].strip(" `"): (cells[2].strip(" `"), cells[3].strip()) for cells in (x.split("|") for x in lines)}
+    assert shown == {
+        reason.value: (row.status.value, f"{row.retry_after_ms} ms" if row.retry_after_ms is not None else "")
+        for reason, row in TABLE.items()
+    }
+
+
+def test_the_page_has_every_limit_with_its_default() -> None:
+    (table,) = re.findall(r"^\| limit \|.*\n(?:\|.*\n)+", PAGE.read_text(), re.MULTILINE)
+    counts = re.compile(r"(max|keep)_\w+(?<!_ms)\Z")
+    for name, field in RegistrySettings.model_fields.items():
+        if not counts.match(name):
+            continue
+        (line,) = [x for x in table.splitlines() if f"`--{name.replace('_', '-')}`" in x]
+        assert ("none" if not field.default else f"{field.default:,}".replace(",", " ")) in line, name
 
 
 async def test_a_look_inside_with_the_reflection_client() -> None:

@@ -18,6 +18,7 @@ from kvlease.registry.table_changes import (
     Changes,
     SessionId,
 )
+from kvlease.registry.table_ledger import INFERRED
 from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import (
     ConversationId,
@@ -277,6 +278,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                 if (lender.at, lender.session) == (replica.number, closed.session):
                     lender.at = None
         for push in changes.ends:
+            assert push.reason not in INFERRED, "a lender was told that it is lost"
             for lender in self.lenders:
                 if (lender.at, lender.session) == (replica.number, push.session) and push.lease_id in lender.held:
                     self.lender_ends(lender, push.lease_id, push.reason)

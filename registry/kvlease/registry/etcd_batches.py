@@ -91,10 +91,12 @@ def parcels(keys: Keys, writer: str, changes: Sequence[StoreChange]) -> list[Par
 
 
 def _groups(writer: str, changes: Sequence[StoreChange]) -> Iterator[list[tuple[StoreChange, bytes]]]:
-    """Changes with their values; a superseded lease stays with the one before it."""
+    """Changes with their values. A superseded lease stays with what came before it, an engine with its predecessor."""
     group: list[tuple[StoreChange, bytes]] = []
     for change in changes:
-        together = isinstance(change, LeaseGone) and change.reason is EndReason.SUPERSEDED and len(group) < MAX_CHANGES
+        superseded = isinstance(change, LeaseGone) and change.reason is EndReason.SUPERSEDED
+        successor = isinstance(change, EnginePut) and bool(group) and isinstance(group[-1][0], EngineGone)
+        together = (superseded or successor) and len(group) < MAX_CHANGES
         if group and not together:
             yield group
             group = []

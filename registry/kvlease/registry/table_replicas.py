@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvlease.registry.aliases import Aliases
+from kvlease.registry.engines import EngineState
 from kvlease.registry.errors import LimitReached, SessionReplaced
 from kvlease.registry.table_changes import (
     AliasPut,
@@ -62,7 +63,10 @@ class Replicas:
                     corrections.extend(self._confirm_lease(change))
             draft.stored = corrections
             return draft.done()
+        followed = {x.engine.engine_id for x in batch.changes if isinstance(x, EnginePut)}
         for change in batch.changes:
+            if isinstance(change, EngineGone) and change.engine_id in followed:
+                continue  # made room for its next incarnation, which comes with it
             corrections.extend(self._apply(draft, change, now_ms, expired=batch.expired))
         for beat in batch.beats:
             self._hear(beat, now_ms)
@@ -92,7 +96,7 @@ class Replicas:
             if state.elsewhere:
                 self._roster.depart(draft, state, EndReason.LENDER_LOST, None)
             else:
-                corrections.append(EnginePut(engine=state.engine, now_lender_ms=state.clock.present_ms(now_ms)))
+                corrections.append(_again(state, now_ms))
         for lease in list(self._ledger.index.by_id.values()):
             lease_id = lease.publication.lease_id
             put = stored.get(lease_id)
@@ -147,7 +151,9 @@ class Replicas:
         if state.unconfirmed:
             return ()
         strays, state.strays = state.strays, ()
-        return tuple(LeaseGone(lease_id=x, reason=EndReason.LENDER_LOST) for x in strays)
+        lost = EndReason.LENDER_LOST
+        ended, held = self._ledger.ended, self._ledger.index.by_id
+        return tuple(LeaseGone(lease_id=x, reason=ended.reason(x) or lost) for x in strays if x not in held)
 
     def _confirm_gone(self, draft: Draft, gone: EngineGone) -> None:
         """The end of an engine that we wrote after a hello which has just been confirmed."""
@@ -199,8 +205,10 @@ class Replicas:
             state.elsewhere = True
             self._roster.depart(draft, state, EndReason.LENDER_LOST, None)
             return ()
-        put = EnginePut(engine=state.engine, now_lender_ms=state.clock.present_ms(now_ms))
-        return (put, *(self._ledger.put(x) for x in state.leases.values() if x.generation >= state.valid_from))
+        return (
+            _again(state, now_ms),
+            *(self._ledger.put(x) for x in state.leases.values() if x.generation >= state.valid_from),
+        )
 
     def _take_in(self, draft: Draft, put: LeasePut, now_ms: int) -> Iterable[StoreChange]:
         publication = put.publication
@@ -223,6 +231,9 @@ class Replicas:
             if lease is not None and lease.holder is state:
                 mine = self._ledger.put(lease)
                 return () if mine.publication == publication else (mine,)
+            if state.unconfirmed:
+                state.strays = (*state.strays, lease_id)
+                return ()
             reason = self._ledger.ended.reason(lease_id) or EndReason.LENDER_LOST
             return (LeaseGone(lease_id=lease_id, reason=reason),)
         if lease is not None and lease.holder is not state:
@@ -242,8 +253,8 @@ class Replicas:
         if lease.holder.elsewhere:
             self._ledger.end(draft, lease, gone.reason, now_ms, push=False)
             return ()
-        if expired:
-            return (self._ledger.put(lease),)  # the store's clock decides nothing
+        if expired or gone.reason in INFERRED:
+            return (self._ledger.put(lease),)  # neither the store's clock decides, nor what others conclude
         self._ledger.end(draft, lease, gone.reason, now_ms)
         return (gone,)  # again, after whatever we may have written of this lease meanwhile
 
@@ -265,3 +276,9 @@ class Replicas:
         state = self._roster.engines.get(EngineId(beat.engine_id))
         if state is not None and state.elsewhere and state.engine.incarnation == beat.incarnation:
             state.hear_from_home(beat, now_ms, self._ledger.limits.suspect_after_ms)
+
+
+def _again(state: EngineState, now_ms: int) -> EnginePut:
+    """Our engine, to be written once more; until that is confirmed, what others wrote of it is older."""
+    state.unconfirmed += 1
+    return EnginePut(engine=state.engine, now_lender_ms=state.clock.present_ms(now_ms))

@@ -24,6 +24,14 @@ CREDENTIALS: Final = {
     "tls-key": "its private key",
     "token-file": "your bearer token, where callers are known by tokens",
 }
+STORE_FLAGS: Final = {
+    "store-prefix": ("PREFIX", "of this fleet's keys, as given to the registries", "/kvlease/"),
+    "store-ca": ("FILE", "the CA of etcd's certificates; without it there is no TLS", ""),
+    "store-cert": ("FILE", "your certificate for etcd", ""),
+    "store-key": ("FILE", "its private key", ""),
+    "store-user": ("NAME", "user at etcd", ""),
+    "store-password-file": ("FILE", "a file with the user's password", ""),
+}
 BENCH: Final = "kvlease-bench"
 _BEGINNING: Final = "the beginning of an id will do where no other lease shares it"
 Number = TypeVar("Number", int, float)
@@ -76,6 +84,14 @@ def _parser() -> argparse.ArgumentParser:
 
     leases = _question(commands, "leases", "list leases that can be resolved")
     _selection(leases)
+    leases.add_argument(
+        "--from-store",
+        default="",
+        metavar="etcd://HOST:PORT,...",
+        help="read them from etcd, without asking a registry; those of silent lenders too",
+    )
+    for flag, (metavar, text, default) in STORE_FLAGS.items():
+        leases.add_argument(f"--{flag}", default=default, metavar=metavar, help=f"with --from-store: {text}")
     _question(commands, "engines", "list engines that have a session or are missed")
 
     end = _question(commands, "end", "end leases, for good; what is ended or unknown already is no error")

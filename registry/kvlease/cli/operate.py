@@ -61,6 +61,12 @@ def main(options: argparse.Namespace) -> int:
 
 async def _run(options: argparse.Namespace) -> int:
     output = Output(as_json=options.json)
+    if options.command == "leases" and options.from_store:
+        from kvlease.cli.from_store import leases_from_store
+
+        stored = await leases_from_store(options, _selection(options))
+        output.leases(replace(stored, leases=tuple(starting(stored.leases, options.lease))))
+        return exits.DONE
     async with RegistryClient(options.registry, credentials=_credentials(options)) as client:
         match options.command:
             case "leases":

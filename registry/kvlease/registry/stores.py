@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 from kvlease.etcd import EtcdCredentials, EtcdError
 from kvlease.registry.etcd_store import EtcdStore, EtcdStoreSettings
@@ -26,7 +27,7 @@ async def open_store(settings: RegistrySettings, replica_id: str) -> AsyncIterat
         yield MemoryStore()
         return
     try:
-        store = EtcdStore(etcd_settings(settings), replica_id=replica_id)
+        store = EtcdStore(etcd_settings(settings, session_ttl_ms=settings.session_ttl_ms), replica_id=replica_id)
         await store.__aenter__()
     except EtcdError as error:
         raise StoreUnusable(f"--store {settings.store}: {error.message}") from error
@@ -36,8 +37,27 @@ async def open_store(settings: RegistrySettings, replica_id: str) -> AsyncIterat
         await store.__aexit__(None, None, None)
 
 
-def etcd_settings(settings: RegistrySettings) -> EtcdStoreSettings:
-    """Raises StoreUnusable, EtcdError."""
+class StorePlace(Protocol):
+    """Where a store is and who we are there: RegistrySettings, or the flags of a command."""
+
+    @property
+    def store(self) -> str: ...
+    @property
+    def store_prefix(self) -> str: ...
+    @property
+    def store_ca(self) -> str: ...
+    @property
+    def store_cert(self) -> str: ...
+    @property
+    def store_key(self) -> str: ...
+    @property
+    def store_user(self) -> str: ...
+    @property
+    def store_password_file(self) -> str: ...
+
+
+def etcd_settings(settings: StorePlace, *, session_ttl_ms: int) -> EtcdStoreSettings:
+    """Raises StoreUnusable, EtcdError, ValueError if `store` is not etcd."""
     password = ""
     if settings.store_password_file:
         try:
@@ -57,5 +77,5 @@ def etcd_settings(settings: RegistrySettings) -> EtcdStoreSettings:
         endpoints=etcd_endpoints(settings.store),
         credentials=credentials,
         prefix=settings.store_prefix,
-        engine_ttl_s=max(5, -(-settings.session_ttl_ms // 1000)),
+        engine_ttl_s=max(5, -(-session_ttl_ms // 1000)),
     )

@@ -1,7 +1,8 @@
 """`python -m tests.bench`: what kvlease costs beside the least that could be, as a table and as JSON.
 
-Sections: the registry over sockets against a bare grpc.aio echo, what identity costs, a registry with a million leases,
-the router before engines that take no time, the connector's hooks on an engine's thread, the seal check over NIXL.
+Sections: the registry over sockets against a bare grpc.aio echo, what identity costs, etcd as the store, a registry
+with a million leases, the router before engines that take no time, the connector's hooks on an engine's thread, the
+seal check over NIXL.
 Figures are held to the budgets of registry/DESIGN.md, section 8; only with --check (or CHECK=1) does a missed one
 change the exit status. A section whose libraries are missing is reported as not measured.
 """
@@ -20,10 +21,11 @@ from typing import Final
 
 from rich.console import Console
 
-from tests.bench import engine_sections, identity_bench, registry_sections, router_bench, scale_bench
+from tests.bench import engine_sections, etcd_bench, identity_bench, registry_sections, router_bench, scale_bench
 from tests.bench.effort import FULL, QUICK, Effort
 from tests.bench.figures import Figure
 from tests.bench.report import Report, show, write_json
+from tests.etcd.cluster import ETCD, EtcdMissing, binary
 
 Progress = Callable[[str], None]
 Section = Callable[[Effort, Progress], Awaitable[list[Figure]]]
@@ -34,6 +36,7 @@ PAPER_COLUMNS: Final = 160
 NEEDS: Final = {
     "registry": "uvloop",
     "identity": "uvloop",
+    "etcd": "uvloop",
     "scale": "uvloop",
     "router": "aiohttp",
     "connector": "vllm",
@@ -50,6 +53,10 @@ async def identity(effort: Effort, progress: Progress) -> list[Figure]:
     return await identity_bench.measure(effort, SEED, progress)
 
 
+async def etcd(effort: Effort, progress: Progress) -> list[Figure]:
+    return await etcd_bench.measure(effort, SEED, progress)
+
+
 async def scale(effort: Effort, progress: Progress) -> list[Figure]:
     return await scale_bench.measure(effort.held, SEED, progress)
 
@@ -61,6 +68,7 @@ async def router(effort: Effort, progress: Progress) -> list[Figure]:
 SECTIONS: Final[dict[str, Section]] = {
     "registry": registry,
     "identity": identity,
+    "etcd": etcd,
     "scale": scale,
     "router": router,
     "connector": engine_sections.connector,
@@ -88,7 +96,7 @@ async def run(names: Sequence[str], effort: Effort, progress: Progress) -> Repor
     """One section after the other, since they share the machine's cores; all at once where figures mean nothing."""
     began = time.monotonic()
     load = os.getloadavg()[0]
-    missing = [name for name in names if find_spec(NEEDS[name]) is None]
+    missing = {name: why for name in names if (why := _lacks(name))}
     sections = [SECTIONS[name] for name in names if name not in missing]
     if effort is QUICK:
         found = await asyncio.gather(*(section(effort, progress) for section in sections))
@@ -99,8 +107,20 @@ async def run(names: Sequence[str], effort: Effort, progress: Progress) -> Repor
         seconds=time.monotonic() - began,
         load=load,
         figures=tuple(figure for figures in found for figure in figures),
-        skipped=tuple((name, f"the package {NEEDS[name]} is not installed") for name in missing),
+        skipped=tuple(missing.items()),
     )
+
+
+def _lacks(name: str) -> str:
+    """Why a section cannot run here; "" if it can."""
+    if find_spec(NEEDS[name]) is None:
+        return f"the package {NEEDS[name]} is not installed"
+    if name == "etcd":
+        try:
+            binary(ETCD, "etcd", "etcd-server")
+        except EtcdMissing as error:
+            return str(error)
+    return ""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What etcd as the store costs: publishes through it, how soon another registry knows, what it carries, how it is asked.
+"""What etcd as the store costs: publishes through it, how soon another registry knows, how much it carries.
 
 One and three members on this machine, two registries on them. A turn at the store is one lease published and the one
 before it superseded, as in a conversation that goes on. Disks decide much of it: etcd writes its log before it answers.

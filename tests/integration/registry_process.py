@@ -42,11 +42,11 @@ class RegistryProcess:
 
 
 @asynccontextmanager
-async def registry_process(endpoint: str = "") -> AsyncIterator[RegistryProcess]:
-    """A registry that answers, on a free port or on `endpoint`."""
+async def registry_process(endpoint: str = "", *arguments: str) -> AsyncIterator[RegistryProcess]:
+    """A registry that serves, on a free port or on `endpoint`, with further flags."""
     where = endpoint or f"127.0.0.1:{free_port()}"
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvlease.cli", "registry", "--listen", where, "--metrics-listen", "none"),
+        *(sys.executable, "-m", "kvlease.cli", "registry", "--listen", where, "--metrics-listen", "none", *arguments),
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:

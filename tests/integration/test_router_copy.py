@@ -183,3 +183,24 @@ def holds(router: RouterServer, lease_id: str) -> bool:
 def located_id(router: RouterServer) -> str | None:
     found = router.copy.locate(TenantId("acme"), ConversationId("chat"), now_ms=0).lease
     return found.lease_id if found is not None else None
+
+
+async def test_a_router_moves_to_the_replica_that_is_left_and_copies_what_that_knows() -> None:
+    prefill, decode = Engine(), [Engine(), Engine()]
+    async with AsyncExitStack() as stack:
+        second = await stack.enter_async_context(registry())
+        there = await stack.enter_async_context(lending(second, decode[1].url))
+        async with registry() as first:
+            here = await stack.enter_async_context(lending(first, decode[0].url))
+            flags = ("--registry", f"{first.endpoint},{second.endpoint}", *PATIENT)
+            router, http = await stack.enter_async_context(fleet([prefill], decode, *flags))
+            await until(lambda: sample(router, "kvlease_router_registry_replica") >= 0)
+            at = int(sample(router, "kvlease_router_registry_replica"))  # clients begin with any of them
+            known = await (here, there)[at].lend("before")
+            await until(lambda: holds(router, known))
+            kept = await there.lend("after")
+        await until(lambda: holds(router, kept))
+        assert sample(router, "kvlease_router_registry_replica") == 1
+        assert sample(router, "kvlease_router_registry_moves_total") == 1 - at
+        await turn(http, router, "x", 0, conversation_id="after")
+        assert prefill.calls[-1].params["kvlease"]["lease_id"] == kept

@@ -74,6 +74,10 @@ class Replica:
         try:
             answer = await ping(_QUESTION, timeout=timeout_ms / 1000)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:  # it has begun to listen, and not yet to serve
+                self.heard()
+                self.unwanted.set()
+                return RegistryUnavailable("it does not serve yet")
             if error.code() not in _SILENT:
                 self.heard()
                 return None

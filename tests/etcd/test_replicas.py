@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -33,7 +34,7 @@ from kvlease.registry.values import (
     ResolveQuery,
 )
 
-from tests.etcd.cluster import Cluster
+from tests.etcd.cluster import Cluster, ClusterSettings, etcd_cluster
 from tests.integration.holding_lender import HoldingLender, holding, query
 from tests.integration.lending_session import lending
 from tests.integration.registry_peer import eventually, until
@@ -236,3 +237,47 @@ async def _is(place: Place, status: int) -> bool:
     async with open_channel(place.server.endpoint) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
     return bool(answer.status == status)
+
+
+async def test_etcd_with_certificates_and_users(tmp_path: Path) -> None:
+    """By the settings of the command line."""
+    settings = ClusterSettings(folder=tmp_path / "etcd", hosts=("127.0.0.1",), tls=True, password="secret")
+    async with etcd_cluster(settings) as cluster:
+        assert cluster.authority is not None
+        files = cluster.authority.client("registry-0")
+        password = tmp_path / "password"
+        password.write_text("secret\n")
+        given = {
+            "store_ca": str(cluster.authority.ca),
+            "store_cert": str(files.cert),
+            "store_key": str(files.key),
+            "store_user": "root",
+            "store_password_file": str(password),
+        }
+        async with (
+            replica(cluster, b"/fleet/", **given) as one,
+            replica(cluster, b"/fleet/", **given) as other,
+            holding(one.client, "d-1", SystemClock()) as lender,
+        ):
+            await lend(lender, "first")
+            await eventually(lambda: other.hits("first"), "resolved at the other")
+
+
+async def test_a_store_that_does_not_let_us_in_is_said_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ClusterSettings(folder=tmp_path / "etcd", hosts=("127.0.0.1",), password="secret")
+    async with etcd_cluster(settings) as cluster:
+        password = tmp_path / "password"
+        password.write_text("wrong")
+        given = RegistrySettings.model_validate(
+            {
+                "listen": "127.0.0.1:0",
+                "metrics_listen": NO_METRICS,
+                "store": "etcd://" + ",".join(cluster.endpoints),
+                "store_user": "root",
+                "store_password_file": str(password),
+            }
+        )
+        async with RegistryServer(given) as server, RegistryClient(server.endpoint):
+            await until(lambda: "password" in caplog.text, "the log has the reason")

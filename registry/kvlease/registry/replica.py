@@ -56,6 +56,7 @@ class Replica:
         self._sent: dict[int, int] = {}
         """When beats that have not come back were written, by number."""
         self._told = False
+        self._fault = ""
 
     @property
     def staleness_ms(self) -> int | None:
@@ -90,7 +91,7 @@ class Replica:
             except Compacted as error:
                 _log.warning("the store is loaded again: %s", error)
             except RegistryUnavailable as error:
-                _log.debug("the store cannot be read: %s", error)
+                self._note(str(error))
                 await asyncio.sleep(STORE_RETRY_S)
 
     async def look(self) -> NoReturn:
@@ -115,7 +116,14 @@ class Replica:
                 _log.debug("beat %d did not reach the store: %s", number, error)
             await asyncio.sleep(max(LOOK_S, BEAT_S - (self._clock.now_ms() - started_ms) / 1000))
 
+    def _note(self, fault: str) -> None:
+        """Each reason once, until the store can be read again."""
+        if fault != self._fault:
+            _log.warning("the store cannot be read: %s", fault)
+        self._fault = fault
+
     async def _take_in(self, followed: Followed) -> None:
+        self._fault = ""
         pending = self._committer.pending()
         self._committer.enqueue(self._table.replace(followed.view, pending, now_ms=self._clock.now_ms()))
         async for batch in followed.batches:

@@ -173,6 +173,20 @@ def test_a_cold_replica_is_silent_until_the_home_has_spoken() -> None:
     assert cold.found("abc") == FIRST
 
 
+def test_after_a_time_without_a_store_nobody_is_lost_at_once() -> None:
+    home, lender, _ = pair()
+    home.now_ms += 10 * home.table.limits.session_ttl_ms
+    home.table.forgive(now_ms=home.now_ms)
+    home.settle()
+    assert not home.ends()
+    lender.hello()
+    lender.snapshot(lender.lease(FIRST, "abc"))
+    assert home.found("abc") == FIRST
+    home.table.disconnect(lender.session)
+    home.wait(home.table.limits.session_ttl_ms)
+    assert home.ends() == {FIRST: EndReason.LENDER_LOST}
+
+
 def test_a_load_makes_the_store_right_about_our_own() -> None:
     home, lender, _ = pair()
     engine = lender.engine

@@ -292,7 +292,9 @@ class RegistryShell:
 
     def _current(self, current: bool) -> None:
         """A registry that has lost the store sends its lenders away: another one may have it."""
-        if not current:
+        if current:
+            self._table.forgive(now_ms=self._clock.now_ms())
+        else:
             self._events.cut()
             for outbox in self._outboxes.values():
                 outbox.close(RegistryUnavailable("this replica has no contact with the store: connect to another one"))
@@ -334,7 +336,8 @@ class RegistryShell:
         while True:
             now_ms = self._clock.now_ms()
             wake_ms = self._table.next_wake_ms()
-            if wake_ms is None or wake_ms > now_ms:
+            # Whoever is cut off does not conclude from silence: its lenders may well be with another replica.
+            if wake_ms is None or wake_ms > now_ms or not self._replica.current:
                 await asyncio.sleep(TICK_S)
                 continue
             await asyncio.shield(self._committer.enqueue(self._table.tick(now_ms)))

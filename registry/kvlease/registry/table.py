@@ -287,6 +287,10 @@ class LeaseTable:
         """See `Replicas.replace`."""
         return self._replicas.replace(view, pending, now_ms)
 
+    def forgive(self, *, now_ms: int) -> None:
+        """After a time in which no lender could be heard, each has as long to come back as one that is just suspect."""
+        self._roster.forgive(now_ms)
+
     # --- time
 
     def next_wake_ms(self) -> int | None:

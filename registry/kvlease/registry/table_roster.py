@@ -123,6 +123,11 @@ class Roster:
         self.withdraw(state, reason, keep_current=False)
         draft.stored.append(EngineGone(engine_id=state.engine.engine_id, incarnation=state.engine.incarnation))
 
+    def forgive(self, now_ms: int) -> None:
+        """Nobody has been silent for longer than it takes to be suspect."""
+        for state in self.engines.values():
+            state.heard_ms = max(state.heard_ms, now_ms - self._limits.suspect_after_ms)
+
     def check(self) -> None:
         """Raises AssertionError."""
         for engine_id, state in self.engines.items():

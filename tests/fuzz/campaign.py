@@ -1,8 +1,8 @@
 """A fuzz run: a real registry in a process of its own, attackers on connections of their own, an honest caller beside.
 
 Reports what came of every message, how the server's memory went, and what the honest caller's resolves took with and
-without the attack. The registry's limits are set low, so that what it may keep is kept after a short while and memory
-that grows after that is a leak.
+without the attack; without it messages are made all the same, since that takes a core here. The registry's limits are
+set low, so that what it may keep is kept after a short while and memory that grows after that is a leak.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from tests.bench.figures import quantile
 from tests.bench.registry_sections import port_of
 from tests.bench.served import Program
 from tests.fuzz.attack import Attacker, Verdicts, rpcs
+from tests.fuzz.messages import Maker
 
 ATTACKERS: Final = 4
-ALONE_ROUNDS: Final = 5
+ALONE_ROUNDS: Final = 10
 TENTHS: Final = 10
 SETTLED: Final = 4
 """Tenths of the messages after which caches are full."""
@@ -59,7 +60,7 @@ async def run(messages: int, seed: int, on_progress: Callable[[int], None] = lam
         registry = await stack.enter_async_context(Program("tests.bench.registry_server", *LIMITS))
         port = await port_of(registry)
         honest = await stack.enter_async_context(Program("tests.fuzz.honest_caller", str(port)))
-        alone = [sample for _ in range(ALONE_ROUNDS) for sample in await _round(honest)]
+        alone = await _alone(honest, seed)
         memory_bytes: list[int] = []
 
         async def attack(number: int) -> None:
@@ -92,6 +93,24 @@ async def run(messages: int, seed: int, on_progress: Callable[[int], None] = lam
             beside_p99_ms=quantile(beside, 0.99),
             honest_resolves=len(beside),
         )
+
+
+async def _alone(honest: Program, seed: int) -> list[float]:
+    """The honest caller while messages are made and none is sent: attackers do not share the registry's machine."""
+    maker, over = Maker(seed), asyncio.Event()
+
+    async def make() -> None:
+        while not over.is_set():
+            for rpc in rpcs():
+                maker.make(rpc)
+            await asyncio.sleep(0)
+
+    making = asyncio.create_task(make())
+    try:
+        return [sample for _ in range(ALONE_ROUNDS) for sample in await _round(honest)]
+    finally:
+        over.set()
+        await making
 
 
 async def _round(honest: Program) -> list[float]:

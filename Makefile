@@ -83,7 +83,7 @@ fuzz: venv  ## MESSAGES=100000 SEED=1: random and broken messages to a registry;
 
 ##@ Develop
 .PHONY: test
-test: engines | etcd  ## the whole suite, real engines included; ARGS='-k name' for a part
+test: engines | etcd deploy-tools  ## the whole suite, real engines included; ARGS='-k name' for a part
 	@$(PY) -m pytest $(ARGS)
 
 .PHONY: check
@@ -173,6 +173,15 @@ etcd:
 	@missing=(); \
 	[ -n "$${KVLEASE_TEST_ETCD:-}" ] || command -v etcd >/dev/null || missing+=(etcd-server); \
 	[ -n "$${KVLEASE_TEST_ETCDCTL:-}" ] || command -v etcdctl >/dev/null || missing+=(etcd-client); \
+	$(apt_install)
+
+# What looks at deploy/ and is not on PyPI. As above: no service of theirs is used.
+.PHONY: deploy-tools
+deploy-tools:
+	@missing=(); \
+	command -v promtool >/dev/null || missing+=(prometheus); \
+	command -v openssl >/dev/null || missing+=(openssl); \
+	docker compose version >/dev/null 2>&1 || command -v docker-compose >/dev/null || missing+=(docker-compose); \
 	$(apt_install)
 
 define apt_install

@@ -15,11 +15,11 @@ from kvlease.registry.client import RegistryClient
 from kvlease.v1 import registry_pb2 as pb
 
 from tests.integration.certificates import Authority
-from tests.integration.cli_process import ended, registry, run
+from tests.integration.cli_process import ended, registry, run, started
 from tests.integration.raw_session import digests
-from tests.integration.registry_peer import free_port
+from tests.integration.registry_peer import eventually, free_port
 
-COMMANDS = ("registry", "router", "leases", "engines", "end", "drain", "resolve", "watch", "doctor", "bench")
+COMMANDS = ("registry", "router", "leases", "engines", "end", "drain", "resolve", "watch", "health", "doctor", "bench")
 
 
 async def test_help_version_and_wrong_usage() -> None:
@@ -30,7 +30,7 @@ async def test_help_version_and_wrong_usage() -> None:
     assert wrong.status == 2
 
 
-@pytest.mark.parametrize("command", ["registry", "leases", "resolve", "watch", "drain", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["registry", "leases", "resolve", "watch", "drain", "health", "doctor", "bench"])
 async def test_each_command_has_help(command: str) -> None:
     shown = await run(command, "--help")
     assert shown.status == 0
@@ -170,6 +170,36 @@ async def test_commands_prove_who_they_are(tmp_path: Path) -> None:
         assert "PERMISSION_DENIED" in wrong_role.err
         assert nobody.status == 1
         assert (unusable.status, "No such file" in unusable.err) == (2, True)
+
+
+async def test_health_is_for_probes() -> None:
+    async with registry() as running:
+        serving, live = await asyncio.gather(running.ask("health", "--json"), running.ask("health", "--live"))
+        assert (serving.status, serving.lines) == (0, [{"registry": running.endpoint, "health": "SERVING"}])
+        assert (live.status, live.out) == (0, "SERVING\n")
+    gone = await run("health", "--live", "--registry", running.endpoint, "--timeout-ms", "500")
+    assert (gone.status, gone.out) == (1, "")
+    assert running.endpoint in gone.err
+
+
+async def test_health_tells_a_registry_without_its_store_from_one_that_hangs() -> None:
+    here, nobody = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    given = ("--listen", here, "--metrics-listen", "none", "--store", f"etcd://{nobody}")
+    async with started("registry", *given) as process:
+
+        async def answers() -> bool:
+            return (await run("health", "--live", "--registry", here)).status == 0
+
+        await eventually(answers, "it answers")
+        assert process.returncode is None
+        ready = await run("health", "--registry", here)
+        assert (ready.status, ready.out) == (1, "NOT_YET\n")
+        process.send_signal(signal.SIGSTOP)
+        try:
+            hung = await run("health", "--live", "--registry", here, "--timeout-ms", "1000")
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert (hung.status, hung.out) == (1, "")
 
 
 async def test_sigterm_stops_the_registry_in_good_order() -> None:

@@ -44,6 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments and arguments[0] in SERVICES:
         return _serve(arguments[0], arguments[1:])
     options = _parser().parse_args(arguments)
+    if options.command == "health":
+        from kvlease.cli import health
+
+        return health.main(options)
     from kvlease.cli import operate
 
     return operate.main(options)
@@ -104,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
 
     drain = _question(commands, "drain", "end all leases of an engine that is about to stop, whatever the tenant")
     drain.add_argument("engine", metavar="ENGINE", help="its id; take it out of the routers first, or it lends again")
+
+    health = _question(commands, "health", "say whether one registry serves, for probes; exit status 1 if not")
+    health.add_argument("--live", action="store_true", help="status 0 whatever it answers, if only it answers")
 
     doctor = _question(commands, "doctor", "look for what is wrong with a deployment, and say what to do about it")
     doctor.add_argument(

@@ -9,7 +9,7 @@ from typing import Final
 
 DONE: Final = 0
 FAILED: Final = 1
-"""The registry could not be reached, refused, or an address could not be served."""
+"""The registry could not be reached, refused, does not serve, or an address could not be served."""
 USAGE: Final = 2
 """A flag, an argument or a setting is wrong."""
 MISS: Final = 3

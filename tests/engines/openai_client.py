@@ -197,6 +197,12 @@ class OpenAIClient:
                 gathering.add(cast(Body, await response.json()))
             return gathering.answer(dict(response.headers))
 
+    async def send(self, path: str, body: Body) -> tuple[int, str]:
+        """Status and body of a POST that is no turn."""
+        assert self._session is not None, "use async with"
+        async with self._session.post(self.url + path, json=dict(body)) as response:
+            return response.status, await response.text()
+
     async def get(self, path: str) -> tuple[int, str]:
         """Status and body of a GET."""
         assert self._session is not None, "use async with"

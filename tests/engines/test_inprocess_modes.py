@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the scheduler is vLLM's: install the engines (make engines-venv)")
 
-from kvlease.connector.link import EndOrder, RenewOrder
+from kvlease.connector.link import EndOrder
 from kvlease.connector.loads import WorkerReports
 from kvlease.registry.metrics import LENDER_ENDS, LENDER_NOT_LENT
 from kvlease.registry.values import EndReason, LeaseId
@@ -90,7 +90,7 @@ def test_heartbeat_leases_live_as_long_as_somebody_renews_them() -> None:
         alive, idle = lend(lender, "alive"), lend(lender, "idle")
         for _ in range(3):
             clock.ms += 1_500
-            lender.side._link.orders.append(RenewOrder(lease_id=alive, ttl_ms=0))
+            lender.side._link.on_renew(alive, 0)
             idle_step(lender)
         assert live(lender) == LEASE
         assert lender.count(LENDER_ENDS, reason="expired") == 1

@@ -31,6 +31,7 @@ from kvlease.registry.values import (
     OnDeadline,
     Publication,
     Record,
+    RenewStatus,
     ResolveQuery,
 )
 
@@ -60,8 +61,40 @@ def lease(name: str, fingerprint: Fingerprint, now_ms: int) -> Publication:
         deadline_ms=now_ms + 60_000,
         on_deadline=OnDeadline.LAPSE,
         fingerprint_hash=fingerprint.hash,
-        record=Record(digests=b"d" * 16, body=b"body"),
+        record=Record(digests=name.encode().ljust(16), body=b"body"),
     )
+
+
+async def test_an_idle_lenders_lease_is_renewed_by_the_link() -> None:
+    """The engine takes no step here: nobody takes orders. What it is to keep later is one thing for each lease."""
+    clock = SystemClock()
+    registry = RegistrySettings(listen="127.0.0.1:0", metrics_listen=NO_METRICS)
+    async with RegistryServer(registry) as server, RegistryClient(server.endpoint) as client:
+        settings = ConnectorSettings.load({"registry": server.endpoint})
+        probe = LenderProbe(NoSideChannel(), clock, settings.probe_ms)
+        link = Link(settings, clock, Journal(configure_tracing("test")), probe)
+        link.renew = lambda lease_id, ttl_ms: (
+            clock.now_ms() + ttl_ms if lease_id == "promised" else RenewStatus.DISABLED
+        )
+        link.start()
+        try:
+            link.lend_as(ENGINE)
+            for name in ("promised", "refused"):
+                link.publish(lease(name, OLD, clock.now_ms()))
+
+            async def held() -> bool:
+                return len((await client.list_leases()).leases) == 2
+
+            await eventually(held, "both leases")
+            for ttl_ms in (100_000, 200_000):
+                renewed = await client.renew(DEFAULT_TENANT, LeaseId("promised"), ttl_ms=ttl_ms)
+                assert renewed.status is RenewStatus.RENEWED
+                assert abs(renewed.remaining_ms - ttl_ms) < 5_000  # by two clocks
+            refused = await client.renew(DEFAULT_TENANT, LeaseId("refused"))
+            assert refused.status is RenewStatus.DISABLED
+            assert [(lease_id, ttl_ms) for lease_id, (ttl_ms, _) in link.renewals.items()] == [("promised", 200_000)]
+        finally:
+            link.close()
 
 
 async def test_a_lender_with_new_weights_says_so_and_goes_on_lending() -> None:

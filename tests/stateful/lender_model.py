@@ -6,12 +6,14 @@ Values, and who is to go first; what should happen to them is decided there. Inv
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
+from hypothesis import strategies as st
 from kvlease.connector.lender_effects import AnnounceEnded, Effect
 from kvlease.connector.loan import LenderTerms, RankTable
-from kvlease.registry.values import DIGEST_BYTES, EndReason, EngineId, Incarnation, LeaseId, TenantId
+from kvlease.registry.values import DIGEST_BYTES, EndReason, EngineId, Incarnation, LeaseId, OnDeadline, TenantId
 
 TTL_MS: Final = 100
 TERMS: Final = LenderTerms(
@@ -26,6 +28,17 @@ TERMS: Final = LenderTerms(
     max_blocks=24,
     ttl_ms=TTL_MS,
     keep_free_blocks=3,
+)
+BLOCKS: Final = 12
+all_terms = st.builds(
+    partial(replace, TERMS),
+    slots=st.sampled_from([6, 2, 1]),
+    max_blocks=st.sampled_from([2 * BLOCKS, 8, 4]),
+    on_deadline=st.sampled_from([OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END]),
+    renewable=st.booleans(),
+    max_lifetime_ms=st.sampled_from([0, 300, 110, 60]),
+    self_renewing=st.booleans(),
+    tenant_blocks=st.sampled_from([0, 5]),
 )
 
 

@@ -8,7 +8,6 @@ means that each block of its lease is referred to, or has not been handed out si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from hypothesis import settings
@@ -28,13 +27,25 @@ from kvlease.connector.lender_effects import (
     Unpin,
     WriteSeal,
 )
-from kvlease.connector.loan import Loan, LoanRefused
+from kvlease.connector.loan import LenderTerms, Loan, LoanRefused
 from kvlease.registry.values import ConversationId, EndReason, LeaseId, OnDeadline, RenewStatus, TenantId
 
 from tests.sim.pool import BlockPool
-from tests.stateful.lender_model import TERMS, TTL_MS, Lease, Turn, by_deadline, chain, cheapest, ends, held, live, room
+from tests.stateful.lender_model import (
+    BLOCKS,
+    TTL_MS,
+    Lease,
+    Turn,
+    all_terms,
+    by_deadline,
+    chain,
+    cheapest,
+    ends,
+    held,
+    live,
+    room,
+)
 
-BLOCKS: Final = 12
 NEVER_MS: Final = 10**12
 
 
@@ -46,35 +57,9 @@ tenants = st.sampled_from([TenantId("t"), TenantId("u")])
 class LenderMachine(RuleBasedStateMachine):
     turns = Bundle("turns")
 
-    @initialize(
-        slots=st.sampled_from([6, 2, 1]),
-        max_blocks=st.sampled_from([2 * BLOCKS, 8, 4]),
-        on_deadline=st.sampled_from([OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END]),
-        renewable=st.booleans(),
-        max_lifetime_ms=st.sampled_from([0, 300, 110, 60]),
-        self_renewing=st.booleans(),
-        tenant_blocks=st.sampled_from([0, 5]),
-    )
-    def start(
-        self,
-        slots: int,
-        max_blocks: int,
-        on_deadline: OnDeadline,
-        renewable: bool,
-        max_lifetime_ms: int,
-        self_renewing: bool,
-        tenant_blocks: int,
-    ) -> None:
-        self.terms = replace(
-            TERMS,
-            slots=slots,
-            max_blocks=max_blocks,
-            on_deadline=on_deadline,
-            renewable=renewable,
-            max_lifetime_ms=max_lifetime_ms,
-            self_renewing=self_renewing,
-            tenant_blocks=tenant_blocks,
-        )
+    @initialize(terms=all_terms)
+    def start(self, terms: LenderTerms) -> None:
+        self.terms = terms
         self.holder = LeaseHolder(self.terms, first_value=1 << 40)
         self.pool = BlockPool(BLOCKS, caching=True)
         self.model: dict[LeaseId, Lease] = {}
@@ -229,6 +214,20 @@ class LenderMachine(RuleBasedStateMachine):
         assert isinstance(told, AnnounceRenewed)
         assert told.deadline_ms == lease.deadline_ms
         self._carry_out(effects)
+
+    @rule(data=st.data(), late_ms=st.sampled_from([0, 60]))
+    def promise(self, data: st.DataObject, late_ms: int) -> None:
+        """A renewal answered by another thread, and kept by the engine's a while later."""
+        lease_id = data.draw(st.sampled_from([*self.model, LeaseId("unknown")]))
+        promised = self.holder.promise(lease_id, 0, self.now_ms)
+        self.now_ms += late_ms
+        if not isinstance(promised, int):
+            return
+        lease = self.model[lease_id]
+        assert not lease.lapsed
+        assert promised == max(lease.deadline_ms, self.now_ms - late_ms + TTL_MS) <= lease.limit_ms
+        assert self.holder.keep_promise(lease_id, promised, self.now_ms) == []
+        lease.deadline_ms, lease.used_ms = promised, self.now_ms
 
     @rule(data=st.data(), reason=st.sampled_from(EndReason))
     def end(self, data: st.DataObject, reason: EndReason) -> None:

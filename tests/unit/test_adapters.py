@@ -166,6 +166,15 @@ def test_a_reset_before_the_reload_does_not_count(adapters: Adapters, adapter: A
     assert read(adapters, adapter) is AdapterUnknown.CHANGED
 
 
+def test_files_written_just_before_they_are_loaded_are_waited_for(adapters: Adapters, adapter: Adapter) -> None:
+    """As operators do: write the folder, then tell the engine."""
+    first = known(adapters, adapter)
+    (Path(adapter.path) / "adapter_model.safetensors").write_bytes(b"two")
+    adapters.loading(adapter, again=True, now=True)
+    adapters.forgotten()
+    assert known(adapters, adapter) != first
+
+
 def test_the_same_files_loaded_again_are_the_same_version(adapters: Adapters, adapter: Adapter) -> None:
     first = known(adapters, adapter)
     adapters.loading(adapter, again=True)

@@ -126,6 +126,50 @@ def test_renewing_without_end_does_not_grow_anything() -> None:
     assert lender.next_deadline_ms() == 6_099
 
 
+# -- promised by another thread, since an idle engine takes no step
+
+
+def test_a_promise_changes_nothing_until_it_is_kept() -> None:
+    lender, lease = holder(), LeaseId("a")
+    lender.lend(loan("a"), 100)
+    assert lender.promise(lease, 5_000, 200) == 5_200
+    assert lender.promise(lease, 1, 200) == 1_100, "never back"
+    assert lender.next_deadline_ms() == 1_100
+    assert lender.keep_promise(lease, 5_200, 9_999) == [], "it was told when it was promised"
+    assert lender.next_deadline_ms() == 5_200
+    assert lender.keep_promise(lease, 1_100, 9_999) == []
+    assert lender.next_deadline_ms() == 5_200
+    lender.check()
+
+
+def test_what_moves_blocks_or_may_be_refused_is_not_promised() -> None:
+    lender, lease = holder(max_lifetime_ms=2_000), LeaseId("a")
+    lender.lend(loan("a"), 0)
+    assert lender.promise(lease, 2_001, 0) is None, "past its longest lifetime"
+    assert lender.promise(lease, 2_000, 0) == 2_000
+    lender.tick(1_000)
+    assert lender.promise(lease, 0, 1_000) is None, "lapsed"
+    assert lender.promise(LeaseId("gone"), 0, 0) is RenewStatus.ENDED
+    fixed = holder(renewable=False)
+    fixed.lend(loan("a"), 0)
+    assert fixed.promise(lease, 0, 0) is RenewStatus.DISABLED
+
+
+def test_a_promise_outlives_the_lapse_and_not_the_end_of_its_lease() -> None:
+    lender, lease = holder(), LeaseId("a")
+    lender.lend(loan("a"), 0)
+    promised = lender.promise(lease, 0, 999)
+    assert promised == 1_999
+    lender.tick(1_000)  # on its way when the lease lapsed
+    assert kinds(lender.keep_promise(lease, promised, 1_001)) == ["Pin", "AnnounceRenewed"]
+    assert lender.next_deadline_ms() == 1_999
+    lender.lapse_all()
+    assert lender.keep_promise(lease, promised, 1_999) == [], "too late to pin again"
+    lender.end(lease, EndReason.RELEASED)
+    assert lender.keep_promise(lease, 9_999, 2_000) == []
+    lender.check()
+
+
 # -- elastic: the lender renews by itself
 
 

@@ -56,6 +56,15 @@ def signature(folder: str) -> Signature | None:
     return tuple(sorted(found)) if found and sum(item[3] for item in found) <= MAX_BYTES else None
 
 
+def settled_signature(folder: str) -> Signature | None:
+    """The same for files that may have changed just now: waits once, for SETTLED_NS, if that is what it takes."""
+    seen = signature(folder)
+    if seen is None and os.path.isdir(folder):
+        time.sleep(SETTLED_NS / 1e9)
+        seen = signature(folder)
+    return seen
+
+
 def digest(folder: str, names: tuple[str, ...]) -> bytes | None:
     """SHA-256 over these files' names and bytes; None if one cannot be read. Takes a second for about a gigabyte."""
     whole = hashlib.sha256(_DOMAIN)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NewType
 
-from kvlease.connector.adapter_files import Signature, digest, signature
+from kvlease.connector.adapter_files import Signature, digest, settled_signature, signature
 
 AdapterVersion = NewType("AdapterVersion", bytes)
 """32 bytes; empty: no adapter."""
@@ -63,8 +63,11 @@ class Adapters:
         """Names and paths under which other files were loaded since the engine's cache was last empty."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvlease-adapters")
 
-    def loading(self, adapter: Adapter, *, again: bool = False) -> None:
-        """The engine may load the adapter from now on; `again`: it will, even if it has it."""
+    def loading(self, adapter: Adapter, *, again: bool = False, now: bool = False) -> None:
+        """The engine may load the adapter from now on; `again`: it will, even if it has it.
+
+        `now`: it will at once, on this thread. Files that were written just before are then waited for (20 ms).
+        """
         known = self._loaded.get(adapter.number)
         if known is not None and not again:
             if known.adapter != adapter:  # the engine takes the adapter that it has under this number for this one
@@ -73,7 +76,8 @@ class Adapters:
             return
         if known is None and len(self._loaded) >= MAX_ADAPTERS:
             return
-        seen, name = signature(adapter.path), (adapter.name, adapter.path)
+        seen = settled_signature(adapter.path) if now else signature(adapter.path)
+        name = (adapter.name, adapter.path)
         if name in self._last and (seen is None or seen != self._last[name]):
             self._changed.add(name)
         self._last[name] = seen

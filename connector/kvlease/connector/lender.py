@@ -12,11 +12,10 @@ blocks has been handed out since it gave them back (lapsed).
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
+from kvlease.connector.lender_deadlines import Deadlines, Held
 from kvlease.connector.lender_effects import (
     Announce,
     AnnounceEnded,
@@ -42,35 +41,12 @@ from kvlease.registry.values import (
     LeaseId,
     LeaseState,
     OnDeadline,
-    Publication,
     RenewStatus,
     TenantId,
 )
 
 LAPSES_PER_TICK: Final = 8
 """Deadlines handled in one tick: a mass expiry is spread over steps instead of stalling one."""
-
-RENEWED_WITH_LEFT: Final = 4
-"""A self-renewing lender renews a lease when this part of its ttl is left (a quarter): nobody sees it lapse first."""
-
-_STALE_DEADLINES: Final = 64
-"""Entries of the heap that may be stale beyond one for each lease before it is rebuilt."""
-
-
-@dataclass(slots=True)
-class _Held:
-    publication: Publication
-    blocks: tuple[int, ...]
-    slot: int
-    state: LeaseState
-    deadline_ms: int
-    limit_ms: int | None
-    """No renewal moves the deadline past it; None: no limit."""
-    reads: int
-    """Of this lease and those of its conversation that it superseded."""
-    self_renewing: bool
-    wake_ms: int = 0
-    """When it is looked at next: at its deadline, or before it if it may be renewed unasked."""
 
 
 class LeaseHolder:
@@ -82,13 +58,12 @@ class LeaseHolder:
     def __init__(self, terms: LenderTerms, *, first_value: int) -> None:
         self._terms = terms
         self._value = first_value
-        self._held: dict[LeaseId, _Held] = {}
+        self._held: dict[LeaseId, Held] = {}
         self._by_conversation: dict[tuple[TenantId, ConversationId], set[LeaseId]] = {}
         self._watched: dict[int, set[LeaseId]] = {}
         """Block id to the leases that have ever lapsed and list it: the engine keeps one reuse callback per block."""
         self._free_slots: deque[int] = deque(range(terms.slots))
-        self._deadlines: list[tuple[int, LeaseId]] = []
-        """Heap; an entry is stale if its lease is gone, not live, or is looked at another time."""
+        self._deadlines = Deadlines(self._held, terms.ttl_ms)
         self._lapsed: dict[LeaseId, None] = {}
         """In the order in which they lapsed."""
         self._owed: list[Effect] = []
@@ -150,10 +125,10 @@ class LeaseHolder:
         deadline_ms = _capped(now_ms + (terms.ttl_ms if loan.ttl_ms is None else loan.ttl_ms), limit_ms)
         publication = publication_of(loan, terms, slot=slot, value=self._value, deadline_ms=deadline_ms)
         self_renewing = terms.self_renewing and loan.ttl_ms is None  # else somebody has chosen how long it may live
-        held = _Held(publication, blocks, slot, LeaseState.LIVE, deadline_ms, limit_ms, reads, self_renewing)
+        held = Held(publication, blocks, slot, LeaseState.LIVE, deadline_ms, limit_ms, reads, self_renewing)
         self._held[loan.lease_id] = held
         self._live.add(loan.lease_id, loan.tenant, len(blocks), reads=reads, now_ms=now_ms)
-        self._schedule(held, ahead=True)
+        self._deadlines.schedule(held, ahead=True)
         if loan.conversation is not None:
             self._by_conversation.setdefault((loan.tenant, loan.conversation), set()).add(loan.lease_id)
         effects.append(WriteSeal(slot=slot, value=self._value, record_hash=record_hash(publication.record)))
@@ -192,6 +167,32 @@ class LeaseHolder:
         else:
             self._live.used(lease_id, reads=held.reads, now_ms=now_ms)
         return [*effects, self._renewed(held, deadline_ms)]
+
+    def promise(self, lease_id: LeaseId, ttl_ms: int, now_ms: int) -> RenewStatus | int | None:
+        """What a renewal comes to if it moves no block: the new deadline, or why there is none; else None.
+
+        Changes nothing, and is safe to call from any thread; a deadline is to be kept by `keep_promise`.
+        """
+        held = self._held.get(lease_id)
+        if held is None:
+            return RenewStatus.ENDED
+        if not self._terms.renewable:
+            return RenewStatus.DISABLED
+        wanted_ms = now_ms + (ttl_ms or self._terms.ttl_ms)
+        within = held.limit_ms is None or wanted_ms <= held.limit_ms
+        return max(held.deadline_ms, wanted_ms) if within and held.state is LeaseState.LIVE else None
+
+    def keep_promise(self, lease_id: LeaseId, deadline_ms: int, now_ms: int) -> list[Effect]:
+        """Moves a deadline to where it was promised and told to be; a lease that has lapsed since is renewed."""
+        held = self._held.get(lease_id)
+        if held is None:
+            return []  # ended since, and told
+        if held.state is not LeaseState.LIVE:
+            return self.renew(lease_id, deadline_ms - now_ms, now_ms) if deadline_ms > now_ms else []
+        self._live.used(lease_id, reads=held.reads, now_ms=now_ms)
+        if deadline_ms > held.deadline_ms:
+            self._renewed(held, deadline_ms)
+        return []
 
     def end(self, lease_id: LeaseId, reason: EndReason) -> list[Effect]:
         """Ends a lease for good: seal broken, then blocks given back, then told. Ending what is gone does nothing."""
@@ -260,13 +261,13 @@ class LeaseHolder:
         """
         effects, self._owed = self._owed, []
         plenty = free_blocks > self._terms.keep_free_blocks
-        while limit and (held := self._next()) is not None and held.wake_ms <= now_ms:
+        while limit and (held := self._deadlines.next()) is not None and held.wake_ms <= now_ms:
             limit -= 1
             later_ms = _capped(now_ms + self._terms.ttl_ms, held.limit_ms) if plenty and held.self_renewing else 0
             if later_ms > held.deadline_ms:
                 effects.append(self._renewed(held, later_ms))
             elif held.deadline_ms > now_ms:
-                self._schedule(held, ahead=False)
+                self._deadlines.schedule(held, ahead=False)
             elif held.publication.on_deadline is OnDeadline.END:
                 effects += self._end(held, EndReason.EXPIRED)
             else:
@@ -275,34 +276,14 @@ class LeaseHolder:
 
     def next_deadline_ms(self) -> int | None:
         """When the next live lease meets its deadline, or may be renewed unasked; None if there is none."""
-        held = self._next()
+        held = self._deadlines.next()
         return None if held is None else held.wake_ms
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _next(self) -> _Held | None:
-        """The live lease to be looked at next, at the top of the heap; stale entries above it are dropped."""
-        while self._deadlines:
-            wake_ms, lease_id = self._deadlines[0]
-            held = self._held.get(lease_id)
-            if held is not None and held.wake_ms == wake_ms and held.state is LeaseState.LIVE:
-                return held
-            heapq.heappop(self._deadlines)
-        return None
-
-    def _schedule(self, held: _Held, *, ahead: bool) -> None:
-        """When to look at a live lease; the heap is rebuilt when most of it is stale: renewals have no end."""
-        held.wake_ms = held.deadline_ms
-        if ahead and held.self_renewing and held.deadline_ms != held.limit_ms:
-            held.wake_ms -= self._terms.ttl_ms // RENEWED_WITH_LEFT
-        heapq.heappush(self._deadlines, (held.wake_ms, held.publication.lease_id))
-        if len(self._deadlines) > 2 * len(self._held) + _STALE_DEADLINES:
-            self._deadlines = [(h.wake_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE]
-            heapq.heapify(self._deadlines)
-
-    def _renewed(self, held: _Held, deadline_ms: int) -> AnnounceRenewed:
+    def _renewed(self, held: Held, deadline_ms: int) -> AnnounceRenewed:
         held.deadline_ms = deadline_ms
-        self._schedule(held, ahead=True)
+        self._deadlines.schedule(held, ahead=True)
         publication = held.publication
         return AnnounceRenewed(lease_id=publication.lease_id, deadline_ms=deadline_ms, publication=publication)
 
@@ -325,7 +306,7 @@ class LeaseHolder:
             effects += self.relieve(over_share, tenant, EndReason.QUOTA)
         return effects + self.relieve(self._live.blocks + blocks - self._terms.max_blocks)
 
-    def _lapse(self, held: _Held) -> list[Effect]:
+    def _lapse(self, held: Held) -> list[Effect]:
         lease_id = held.publication.lease_id
         held.state = LeaseState.LAPSED
         self._lapsed[lease_id] = None
@@ -334,7 +315,7 @@ class LeaseHolder:
             self._watched.setdefault(block, set()).add(lease_id)
         return [Unpin(blocks=held.blocks), AnnounceLapsed(lease_id=lease_id)]
 
-    def _end(self, held: _Held, reason: EndReason) -> list[Effect]:
+    def _end(self, held: Held, reason: EndReason) -> list[Effect]:
         lease_id = held.publication.lease_id
         del self._held[lease_id]
         self._lapsed.pop(lease_id, None)
@@ -383,9 +364,7 @@ class LeaseHolder:
             if held.state is LeaseState.LAPSED:
                 assert all(lease_id in self._watched.get(block, ()) for block in held.blocks)
         assert all(h.limit_ms is None or h.deadline_ms <= h.limit_ms for h in self._held.values())
-        due = {(h.wake_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE}
-        assert due.issubset(self._deadlines), "a live lease has no deadline entry"
-        assert len(self._deadlines) <= 2 * self._terms.slots + _STALE_DEADLINES + 1, "stale deadlines pile up"
+        self._deadlines.check(self._terms.slots)
 
 
 def _capped(deadline_ms: int, limit_ms: int | None) -> int:

@@ -34,12 +34,12 @@ from kvlease.connector.lender_effects import (
     Unpin,
     WriteSeal,
 )
-from kvlease.connector.link import EndOrder, Link
+from kvlease.connector.link import Link
 from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, OverQuota
 from kvlease.connector.request_params import RequestParams
 from kvlease.connector.seal_table import SealTable
 from kvlease.registry.clock import Clock
-from kvlease.registry.values import DIGEST_BYTES, EndReason, LeaseId, LeaseState, Publication
+from kvlease.registry.values import DIGEST_BYTES, EndReason, LeaseId, LeaseState, Publication, RenewStatus
 
 POOL_REPORT_MS = 1_000
 IDS_AT_ONCE = 64
@@ -111,6 +111,7 @@ class Lending:
         self._reported_ms = 0
         self._draining = False
         link.break_seal = self._break_from_elsewhere
+        link.renew = self._promise_from_elsewhere
 
     def __len__(self) -> int:
         return len(self._holder)
@@ -178,12 +179,16 @@ class Lending:
     def service(self) -> None:
         """Does what is due: orders of the registry, deadlines. Cheap when nothing is."""
         now_ms = self._clock.now_ms()
-        while self._link.orders:
-            order = self._link.orders.popleft()
-            if isinstance(order, EndOrder):
-                self._carry_out(self._holder.end(order.lease_id, order.reason))
+        link = self._link
+        while link.orders:
+            order = link.orders.popleft()
+            self._carry_out(self._holder.end(order.lease_id, order.reason))
+        while link.renewals:
+            lease_id, (ttl_ms, promised_ms) = link.renewals.popitem()
+            if promised_ms is None:
+                self._carry_out(self._holder.renew(lease_id, ttl_ms, now_ms))
             else:
-                self._carry_out(self._holder.renew(order.lease_id, order.ttl_ms, now_ms))
+                self._carry_out(self._holder.keep_promise(lease_id, promised_ms, now_ms))
         free_blocks = self._pool.get_num_free_blocks()
         self._carry_out(self._holder.tick(now_ms, free_blocks=free_blocks))
         if free_blocks < self._terms.keep_free_blocks:
@@ -250,6 +255,10 @@ class Lending:
         for table in self._tables:
             table.break_seal(slot)
         return True
+
+    def _promise_from_elsewhere(self, lease_id: LeaseId, ttl_ms: int) -> RenewStatus | int | None:
+        """Called from the link's thread: looks at one lease and changes nothing."""
+        return self._holder.promise(lease_id, ttl_ms, self._clock.now_ms())
 
     def _on_reuse(self, block: Block) -> None:
         """Called by the pool while it hands `block` out: before anyone can write to it."""

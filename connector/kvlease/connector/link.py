@@ -64,13 +64,8 @@ class EndOrder:
     reason: EndReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenewOrder:
-    lease_id: LeaseId
-    ttl_ms: int
-
-
-Order = EndOrder | RenewOrder
+Renewal = Callable[[LeaseId, int], RenewStatus | int | None]
+"""A lease and the ttl asked for: its deadline from now on, why there is none, or None if the engine has to decide."""
 _REFUSED: Final = {
     PublishStatus.CONFLICT: EndReason.RELEASED,
     PublishStatus.ENDED: EndReason.RELEASED,
@@ -104,10 +99,15 @@ class Link:
         """This thread is no more: nothing is kept for it."""
         self.break_seal: Callable[[LeaseId], bool] | None = None
         """Breaks a lease's seal from this thread, if the lease is held; set by the lender."""
+        self.renew: Renewal | None = None
+        """Answers a renewal from this thread, as far as that can be done without the engine's; set by the lender."""
         self.answers: deque[Answer] = deque()
         """Taken by the engine's thread."""
-        self.orders: deque[Order] = deque()
+        self.orders: deque[EndOrder] = deque()
         """Taken by the engine's thread."""
+        self.renewals: dict[LeaseId, tuple[int, int | None]] = {}
+        """By lease, the last ttl asked for and the deadline promised, None if nothing is; taken by the engine's thread.
+        One each: an idle engine takes none, however often its leases are renewed."""
 
     @property
     def client(self) -> RegistryClient | None:
@@ -275,7 +275,19 @@ class Link:
         self.orders.append(EndOrder(lease_id=lease_id, reason=reason))
 
     def on_renew(self, lease_id: LeaseId, ttl_ms: int) -> None:
-        self.orders.append(RenewOrder(lease_id=lease_id, ttl_ms=ttl_ms))
+        """An idle engine takes no step: what needs no block moved is promised and told here, and kept in its next one.
+
+        If the engine ends the lease meanwhile, it says so after this: the registry believes the last word.
+        """
+        promised = self.renew(lease_id, ttl_ms) if self.renew is not None else None
+        if isinstance(promised, RenewStatus):
+            status = promised
+            self._with_session(lambda session: session.refuse_renewal(lease_id, status))
+            return
+        if promised is not None:
+            deadline_ms = promised
+            self._with_session(lambda session: session.renewed(lease_id, deadline_ms))
+        self.renewals[lease_id] = (ttl_ms, promised)
 
     def on_result(self, result: PublishResult) -> None:
         reason = _REFUSED.get(result.status)

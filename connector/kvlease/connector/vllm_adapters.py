@@ -26,7 +26,7 @@ class RequestAdapters:
 
     def loading(self, lora: LoRARequest) -> None:
         """The engine is about to tell its workers to load it."""
-        self._adapters.loading(self._adapter(lora), again=lora.load_inplace)
+        self._adapters.loading(self._adapter(lora), again=lora.load_inplace, now=True)
 
     def version(self, request: Request) -> AdapterVersion | AdapterUnknown:
         lora = request.lora_request

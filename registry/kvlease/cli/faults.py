@@ -34,6 +34,8 @@ def advice(error: KvleaseError) -> str:
     match error:
         case Unauthenticated() | PermissionDenied():
             return "give --tls-ca, --tls-cert and --tls-key, or --token-file, of a router or an operator"
+        case RegistryUnavailable() if "does not serve" in error.message:
+            return "its log says why: a registry that has no contact with its store, or is going away, does not serve"
         case RegistryUnavailable() | DeadlineExceeded():
             return "see that `kvlease registry` runs there, and whether it wants TLS (--tls-ca)"
         case _:

@@ -97,13 +97,12 @@ async def test_a_turn_that_waits_past_its_leases_time(bench: Bench, renewed: boo
     """T4: reuse if somebody renews, whether or not the lender takes steps meanwhile; else recomputation, no error."""
     turns = Turns(bench.prefill, bench.decode)
     first = await turns.turn(ids(640, seed=10 + 2 * renewed + busy))
-    meanwhile = [asyncio.create_task(bench.prefill.complete(ids(64, seed=1), max_tokens=10_000, ignore_eos=True))]
+    working = [occupy(bench.prefill)]
     if renewed:
-        meanwhile.append(asyncio.create_task(renewing(bench, turns)))
+        working.append(renewing(bench, turns))
     if busy:
-        meanwhile.append(
-            asyncio.create_task(bench.decode.complete(ids(64, seed=3), max_tokens=10_000, ignore_eos=True))
-        )
+        working.append(occupy(bench.decode))
+    meanwhile = [asyncio.create_task(work) for work in working]
     await asyncio.sleep(0.3)
     waiting = asyncio.create_task(turns.turn([*first.history, *ids(20, seed=2)]))
     await asyncio.sleep(QUEUED_S)

@@ -58,6 +58,11 @@ class Compose:
     def endpoint(self, name: str, port: int = GRPC) -> str:
         return f"{self._addresses[name]}:{port}"
 
+    @property
+    def registries(self) -> str:
+        """What the name of all registries stands for: an address of each."""
+        return ",".join(self.endpoint(name) for name in REGISTRIES)
+
     def proof(self, place: str) -> Credentials:
         """What one folder of certificates proves, such as clients/decode-0."""
         folder = self._folder / "certificates" / place
@@ -120,6 +125,13 @@ class Compose:
         process.kill()
         await process.wait()
 
+    def forget(self, name: str) -> None:
+        """Delete the volumes of a service that does not run."""
+        assert name not in self._running
+        for _, source, target in self._mounts(name):
+            if not target.startswith("/certificates"):
+                shutil.rmtree(source)
+
     async def close(self) -> None:
         for name in list(self._running):
             await self.kill(name)
@@ -154,10 +166,9 @@ class Compose:
         for _, source, target in self._mounts(name):
             text = re.sub(rf"(?<![\w/]){re.escape(target)}(?=/|$)", str(source), text)
         own = self._addresses[name]
-        known = {**self._addresses, **dict.fromkeys(ANYWHERE, own), "registry": self._addresses[REGISTRIES[0]]}
-        return re.sub(
-            r"(?<![\w.-])([a-z0-9][a-z0-9.-]*)(?=:\d)", lambda match: known.get(match[1], match[1]), _default(text)
-        )
+        known = {**self._addresses, **dict.fromkeys(ANYWHERE, own)}
+        text = re.sub(rf"\bregistry:{GRPC}", self.registries, _default(text))
+        return re.sub(r"(?<![\w.-])([a-z0-9][a-z0-9.-]*)(?=:\d)", lambda match: known.get(match[1], match[1]), text)
 
     def _mounts(self, name: str) -> list[tuple[str, Path, str]]:
         """Mode, folder here and folder in the container, of each volume."""

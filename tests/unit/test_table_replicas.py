@@ -5,6 +5,7 @@ Two stories side by side, with the batches between them passed on by hand.
 
 from __future__ import annotations
 
+from kvlease.registry.errors import SessionReplaced
 from kvlease.registry.table_changes import (
     Batch,
     Changes,
@@ -205,3 +206,43 @@ def test_a_load_makes_the_store_right_about_our_own() -> None:
     }
     everything = home.heard(home.table.replace(StoredView(), (), now_ms=home.now_ms))
     assert [type(x) for x in everything.stored] == [EnginePut, LeasePut]
+
+
+def test_a_hello_that_was_held_up_elsewhere_takes_no_session_away() -> None:
+    """The lender gave up a replica that hung, and came here; what that one writes then is overtaken, and told so."""
+    home, lender, _ = pair()
+    held_up = EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms - 1)
+    done = take(home, held_up)
+    assert not done.closed
+    assert done.stored == (put_of(lender),)
+    other = Story()
+    take(other, held_up, own=True)
+    take(other, *done.stored)
+    assert not other.table.beats(now_ms=other.now_ms)
+
+
+def test_a_later_hello_elsewhere_does_take_it_away() -> None:
+    home, lender, _ = pair()
+    done = take(home, EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms + 1))
+    assert [type(x.error) for x in done.closed] == [SessionReplaced]
+    assert not done.stored
+
+
+def test_a_home_says_again_when_it_had_its_hello_not_when_it_says_so() -> None:
+    """Or its word would seem later than that of the replica to which the lender has gone since."""
+    home, lender, _ = pair()
+    first = put_of(lender)
+    home.wait(5_000)
+    gone = EngineGone(engine_id=lender.engine.engine_id, incarnation=lender.engine.incarnation)
+    assert take(home, gone, expired=True).stored[0] == first
+
+
+def test_two_hellos_that_the_store_made_one_of_are_both_confirmed() -> None:
+    """Or a home would wait for ever for the other, and take nobody else's word about its engine."""
+    home, lender, _ = pair()
+    lender.hello()
+    lender.hello()
+    lender.snapshot()
+    take(home, put_of(lender), own=True)
+    done = take(home, EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms + 1))
+    assert [type(x.error) for x in done.closed] == [SessionReplaced]

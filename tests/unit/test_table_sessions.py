@@ -68,6 +68,16 @@ def test_the_newest_session_of_an_incarnation_wins() -> None:
     story.table.receive(lender.session, 2)
 
 
+def test_a_hello_that_was_held_up_replaces_no_later_one() -> None:
+    """Of two streams of one lender, the one that it opened first may arrive last."""
+    story = Story()
+    lender = story.lender("d-1")
+    with pytest.raises(SessionReplaced):
+        story.table.hello(lender.engine, now_lender_ms=lender.now_ms - 1, now_ms=story.now_ms)
+    lender.heartbeat()
+    assert not story.last.closed
+
+
 def test_an_engine_id_in_use_is_refused_and_a_suspect_one_is_fenced() -> None:
     story = Story()
     old = story.lender("d0")

@@ -61,6 +61,7 @@ class EngineState:
 
     __slots__ = (
         "announce",
+        "awaited_ms",
         "clock",
         "deadlines",
         "departed",
@@ -70,6 +71,7 @@ class EngineState:
         "free_blocks",
         "generation",
         "heard_ms",
+        "hello_ms",
         "home_heard_ms",
         "leases",
         "presenting",
@@ -78,7 +80,6 @@ class EngineState:
         "suspect_told",
         "tallies",
         "total_blocks",
-        "unconfirmed",
         "valid_from",
         "void_reason",
     )
@@ -88,6 +89,8 @@ class EngineState:
         self.session: SessionId | None = None
         self.expected_seq = 0
         self.clock: Final = LenderClock()
+        self.hello_ms = 0
+        """The lender's clock in the newest hello that is known: of two sessions the later one is the lender's."""
         self.heard_ms = 0
         self.free_blocks = 0
         self.total_blocks = 0
@@ -107,17 +110,19 @@ class EngineState:
         """Another replica is the engine's home: what is here is a copy."""
         self.home_heard_ms: int | None = None
         """When that replica last said that the engine has its session there."""
-        self.unconfirmed = 0
-        """Hellos taken here whose place in the store's order is not known yet."""
+        self.awaited_ms: int | None = None
+        """`hello_ms` of the newest hello taken here, while its place in the store's order is not known. A time and no
+        count: the store may make one write of several."""
         self.strays: tuple[LeaseId, ...] = ()
         """Leases of earlier incarnations that were written meanwhile; to be cleared away if ours turns out later."""
         self.suspect_told = False
         self.announce: deque[LeaseId] = deque()
         """Leases whose watchers are still to be told of `suspect_told`."""
 
-    def begin(self, engine: Engine, session: SessionId) -> None:
+    def begin(self, engine: Engine, session: SessionId, hello_ms: int) -> None:
         """A session opens: its hello was message 1, and a snapshot is to follow."""
         self.engine = engine
+        self.hello_ms = hello_ms
         self.session = session
         self.expected_seq = 2
         self.generation += 1

@@ -84,7 +84,7 @@ class Replicas:
         stored: dict[LeaseId, LeasePut] = {x.publication.lease_id: x for x in view.leases}
         for engine in view.engines:
             if not engine.own:
-                self._meet(draft, engine.put, now_ms, heard=False)
+                corrections.extend(self._meet(draft, engine.put, now_ms, heard=False))
         for beat in view.beats:
             state = self._roster.engines.get(beat.engine_id)
             if state is not None and state.elsewhere and state.engine.incarnation == beat.incarnation:
@@ -96,7 +96,7 @@ class Replicas:
             if state.elsewhere:
                 self._roster.depart(draft, state, EndReason.LENDER_LOST, None)
             else:
-                corrections.append(_again(state, now_ms))
+                corrections.append(_again(state))
         for lease in list(self._ledger.index.by_id.values()):
             lease_id = lease.publication.lease_id
             put = stored.get(lease_id)
@@ -119,7 +119,7 @@ class Replicas:
     def _apply(self, draft: Draft, change: StoreChange, now_ms: int, *, expired: bool) -> Iterable[StoreChange]:
         match change:
             case EnginePut():
-                self._meet(draft, change, now_ms, heard=True)
+                return self._meet(draft, change, now_ms, heard=True)
             case EngineGone():
                 return self._miss(draft, change, now_ms)
             case LeasePut():
@@ -147,8 +147,9 @@ class Replicas:
         if state.engine.incarnation != put.engine.incarnation:
             return ()
         state.elsewhere = False
-        state.unconfirmed = max(0, state.unconfirmed - 1)
-        if state.unconfirmed:
+        if state.awaited_ms is not None and put.now_lender_ms >= state.awaited_ms:
+            state.awaited_ms = None
+        if state.awaited_ms is not None:
             return ()
         strays, state.strays = state.strays, ()
         lost = EndReason.LENDER_LOST
@@ -164,12 +165,12 @@ class Replicas:
 
     def _recount(self, pending: Iterable[StoreChange], written: Mapping[EngineId, EnginePut]) -> None:
         for state in self._roster.engines.values():
-            state.unconfirmed = 0
+            state.awaited_ms = None
         for change in pending:
             if isinstance(change, EnginePut) and written.get(change.engine.engine_id) != change:
                 known = self._roster.engines.get(change.engine.engine_id)
                 if known is not None and known.engine.incarnation == change.engine.incarnation:
-                    known.unconfirmed += 1
+                    known.awaited_ms = change.now_lender_ms
 
     def _confirm_lease(self, put: LeasePut) -> Iterable[StoreChange]:
         """A lease that we wrote and that nobody has any more goes out of the store again."""
@@ -182,11 +183,18 @@ class Replicas:
             return ()  # its end is being written, or its home corrects
         return (LeaseGone(lease_id=lease_id, reason=self._ledger.ended.reason(lease_id) or EndReason.LENDER_LOST),)
 
-    def _meet(self, draft: Draft, put: EnginePut, now_ms: int, *, heard: bool) -> None:
+    def _meet(self, draft: Draft, put: EnginePut, now_ms: int, *, heard: bool) -> Iterable[StoreChange]:
         """Another replica has this engine's session now, unless ours is the later one."""
         state = self._roster.engines.get(put.engine.engine_id)
-        if state is not None and state.unconfirmed:
-            return  # ours is on its way to the store and will overwrite it
+        if state is not None and state.awaited_ms is not None:
+            return ()  # ours is on its way to the store and will overwrite it
+        if (
+            state is not None
+            and state.session is not None
+            and state.engine.incarnation == put.engine.incarnation
+            and put.now_lender_ms < state.hello_ms
+        ):
+            return (_again(state),)  # the lender came here from there, and its hello there was held up
         if state is not None and state.engine.incarnation != put.engine.incarnation:
             fenced = SessionReplaced("fenced by a new incarnation of the same engine id at another replica")
             self._roster.depart(draft, state, EndReason.LENDER_LOST, fenced)
@@ -196,6 +204,7 @@ class Replicas:
             self._roster.follow(put, now_ms, heard=heard)
         else:
             self._roster.yield_home(draft, state, put, now_ms, heard=heard)
+        return ()
 
     def _miss(self, draft: Draft, gone: EngineGone, now_ms: int) -> Iterable[StoreChange]:
         state = self._roster.engines.get(gone.engine_id)
@@ -206,7 +215,7 @@ class Replicas:
             self._roster.depart(draft, state, EndReason.LENDER_LOST, None)
             return ()
         return (
-            _again(state, now_ms),
+            _again(state),
             *(self._ledger.put(x) for x in state.leases.values() if x.generation >= state.valid_from),
         )
 
@@ -220,7 +229,7 @@ class Replicas:
         if state.engine.incarnation != put.incarnation:
             if state.elsewhere:
                 return ()
-            if state.unconfirmed:
+            if state.awaited_ms is not None:
                 state.strays = (*state.strays, lease_id)
                 return ()
             return (LeaseGone(lease_id=lease_id, reason=EndReason.LENDER_LOST),)  # its incarnation was fenced here
@@ -231,7 +240,7 @@ class Replicas:
             if lease is not None and lease.holder is state:
                 mine = self._ledger.put(lease)
                 return () if mine.publication == publication else (mine,)
-            if state.unconfirmed:
+            if state.awaited_ms is not None:
                 state.strays = (*state.strays, lease_id)
                 return ()
             reason = self._ledger.ended.reason(lease_id) or EndReason.LENDER_LOST
@@ -278,7 +287,7 @@ class Replicas:
             state.hear_from_home(beat, now_ms, self._ledger.limits.suspect_after_ms)
 
 
-def _again(state: EngineState, now_ms: int) -> EnginePut:
+def _again(state: EngineState) -> EnginePut:
     """Our engine, to be written once more; until that is confirmed, what others wrote of it is older."""
-    state.unconfirmed += 1
-    return EnginePut(engine=state.engine, now_lender_ms=state.clock.present_ms(now_ms))
+    state.awaited_ms = state.hello_ms
+    return EnginePut(engine=state.engine, now_lender_ms=state.hello_ms)

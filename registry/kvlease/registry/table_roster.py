@@ -3,7 +3,8 @@
 Pure. Opens, replaces, fences and closes sessions; what a session's messages do to leases is in `table.py`.
 Rule for one engine id at two places: an incarnation keeps the id, and another one is refused, while its session is
 open and it is heard. Once its session has closed (a crash closes it at once), or it has been silent in it for
-`suspect_after_ms`, a new one fences it. Two sessions of *one* incarnation: the newest wins.
+`suspect_after_ms`, a new one fences it. Two sessions of *one* incarnation: the newest wins, by the lender's clock,
+since a hello may be held up on its way.
 Invariant: a session number belongs to at most one engine, and is never used again.
 """
 
@@ -30,7 +31,7 @@ class Roster:
         self._last_session = 0
 
     def open(self, draft: Draft, engine: Engine, *, now_lender_ms: int, now_ms: int) -> tuple[SessionId, EngineState]:
-        """A new session. Raises InvalidRequest, EngineIdInUse, LimitReached."""
+        """A new session. Raises InvalidRequest, EngineIdInUse, LimitReached, SessionReplaced."""
         validate_engine(engine)
         state = self.engines.get(engine.engine_id)
         if state is not None and state.engine.incarnation != engine.incarnation:
@@ -48,13 +49,15 @@ class Roster:
                 raise LimitReached("too many engines", limit="max_engines")
             state = self.engines[engine.engine_id] = EngineState(engine)
         else:
+            if state.session is not None and now_lender_ms < state.hello_ms:
+                raise SessionReplaced("a newer session of the same incarnation is open")  # this hello was held up
             self._close(draft, state, SessionReplaced("a newer session of the same incarnation"))
         self._last_session += 1
         session = SessionId(self._last_session)
         self._sessions[session] = state
-        state.begin(engine, session)
+        state.begin(engine, session, now_lender_ms)
         state.elsewhere = False
-        state.unconfirmed += 1
+        state.awaited_ms = now_lender_ms
         draft.stored.append(EnginePut(engine=engine, now_lender_ms=now_lender_ms))
         return session, state
 
@@ -62,6 +65,7 @@ class Roster:
         """An engine whose home is another replica. Not `heard`: suspect, until its home says how it is."""
         state = self.engines[put.engine.engine_id] = EngineState(put.engine)
         state.elsewhere = True
+        state.hello_ms = put.now_lender_ms
         state.clock.hear(put.now_lender_ms, now_ms)
         state.heard_ms = now_ms if heard else now_ms - self._limits.suspect_after_ms
         state.home_heard_ms = now_ms if heard else None
@@ -72,6 +76,7 @@ class Roster:
         """The engine's session is at another replica now; its leases here become a copy."""
         self._close(draft, state, SessionReplaced("the lender has a newer session at another replica"))
         state.engine = put.engine
+        state.hello_ms = put.now_lender_ms
         state.elsewhere = True
         state.presenting = False
         state.clock.hear(put.now_lender_ms, now_ms)

@@ -122,3 +122,37 @@ async def test_a_replica_that_is_cut_off_from_etcd_is_left(solo: Cluster, prefix
                 await until(lambda: "new" in lender.published, "the next accepted publish")
                 assert lending.address == other.endpoint
                 await first_hit(client, "new", [])
+
+
+async def test_lenders_leave_a_home_that_the_store_does_not_answer_while_it_may_still_be_read(
+    solo: Cluster, prefix: bytes
+) -> None:
+    given = {"listen": "127.0.0.1:0", "metrics_listen": NO_METRICS, "store_prefix": prefix.decode()}
+    direct = RegistrySettings.model_validate({**given, "store": "etcd://" + ",".join(solo.endpoints)})
+    async with cut_line(solo.endpoints[0]) as line:
+        by_line = RegistrySettings.model_validate(
+            {**given, "store": f"etcd://{line.endpoint}", "max_staleness_ms": 60_000}
+        )
+        async with (
+            RegistryServer(by_line) as home,
+            RegistryServer(direct) as other,
+            RegistryClient(home.endpoint) as at_home,
+            RegistryClient(other.endpoint) as at_other,
+        ):
+            await at_home.replicas.connected(patient=True)
+            await at_other.replicas.connected(patient=True)
+            async with (
+                RegistryClient(f"{home.endpoint},{other.endpoint}", fraction=in_order) as lending,
+                holding(lending, "d-1", CLOCK) as lender,
+            ):
+                lender.lend("kept")
+                await until(lambda: "kept" in lender.published, "the lease")
+                assert lending.address == home.endpoint
+                line.stand_still()
+                lender.lend("new")
+                await until(lambda: "new" in lender.published, "the next accepted publish")
+                assert lending.address == other.endpoint
+                assert isinstance(await at_home.resolve(query("kept"), timeout_ms=ASK_MS), Hit)
+                line.move()
+                await first_hit(at_home, "new", [])
+                assert lending.moves == 1, "and does not come back for that"

@@ -1,7 +1,4 @@
-"""`kvlease leases --from-store`: what is in etcd when no registry is left to ask.
-
-A real process, a real member. What a registry lists is tested elsewhere; here the same comes without one.
-"""
+"""`kvlease leases --from-store`: what is in etcd when no registry is left to ask. A real process, a real member."""
 
 from __future__ import annotations
 

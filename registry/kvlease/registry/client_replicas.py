@@ -183,12 +183,19 @@ class Replicas:
                     if successor is None:
                         await _first(replica.left, limit_s=self._backoff.next_ms() / 1000)
                         self._failed.clear()
+                        await self._reconsider(replica)
         finally:
             watching.cancel()
             if (self._now_s() - replica.since_s) * 1000 >= self._limits.settled_ms:
                 self._backoff.reset()
             self._close(replica)
         return successor
+
+    async def _reconsider(self, replica: Replica) -> None:
+        """There is no other to take: whether this one is well again. Else all would change places after each fault."""
+        replica.unwanted.clear()
+        if await replica.ask(timeout_ms=self._limits.ping_timeout_ms) is not None:
+            replica.unwanted.set()
 
     def _adopt(self, replica: Replica) -> None:
         address, last = replica.address, self._last

@@ -36,6 +36,8 @@ class Committer:
         self._busy = False
         self._storing: list[StoreChange] = []
         self._lock = asyncio.Lock()
+        self._asked_s: float | None = None
+        """Since when the store has owed the answer to a commit."""
 
     async def carry_out(self, changes: Changes) -> None:
         """Wait until `changes`, and all before them, are stored and delivered.
@@ -64,6 +66,11 @@ class Committer:
         """What is not known to be stored yet, in order."""
         return [*self._storing, *(change for changes, _ in self._waiting for change in changes.stored)]
 
+    @property
+    def unanswered_ms(self) -> int:
+        """For so long the store has owed the answer to a commit; 0 if it owes none."""
+        return 0 if self._asked_s is None else int((asyncio.get_running_loop().time() - self._asked_s) * 1000)
+
     def no_commit_under_way(self) -> AbstractAsyncContextManager[None]:
         """The store is asked for nothing inside; commands queue up as ever."""
         return self._lock
@@ -86,6 +93,7 @@ class Committer:
             self._busy = False
 
     async def _store_all(self, stored: list[StoreChange]) -> None:
+        self._asked_s = asyncio.get_running_loop().time()
         while True:
             try:
                 async with self._lock:
@@ -93,4 +101,5 @@ class Committer:
             except RegistryUnavailable:
                 await asyncio.sleep(STORE_RETRY_S)  # the order must hold, so nothing else can be done meanwhile
             else:
+                self._asked_s = None
                 return

@@ -245,6 +245,9 @@ class LenderSession:
                     return None if self._leaving else RegistryUnavailable("the registry closed the session")
                 stream.replica.heard()
                 if message.HasField("reconnect"):
+                    if self._client.replicas.several:  # until another one is in use, this one is better than none
+                        self._client.replicas.release(stream.replica)
+                        continue
                     stream.dismissed = True
                     return RegistryUnavailable("the registry goes away")
                 self._take(stream, message)

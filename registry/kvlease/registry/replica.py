@@ -28,6 +28,10 @@ BEAT_WAIT_S: Final = 2.0
 MAX_STALENESS_MS: Final = 5_000
 """After so long without contact with a shared store, a registry answers nothing. Longer than etcd takes to elect."""
 
+MAX_UNANSWERED_MS: Final = 1_500
+"""A beat or a commit without an answer for so long: what is here may still be read, but lenders had better go to
+another replica, if that one fares better."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -43,20 +47,26 @@ class Replica:
         *,
         max_staleness_ms: int,
         on_current: Callable[[bool], None],
+        on_touch: Callable[[bool], None],
     ) -> None:
-        """`on_current` hears when this replica becomes current, or has not been for `max_staleness_ms`."""
+        """`on_current` hears when this replica becomes current, or has not been for `max_staleness_ms`.
+
+        `on_touch` hears when the store answers it as it should, and when not.
+        """
         self._table: Final = table
         self._store: Final = store
         self._clock: Final = clock
         self._committer: Final = committer
         self._max_staleness_ms: Final = max_staleness_ms
         self._on_current: Final = on_current
+        self._on_touch: Final = on_touch
         self._alone: Final = not store.shared
         self._as_of_ms: int | None = None
         self._sent: dict[int, int] = {}
         """When beats that have not come back were written, by number."""
         self._told = False
         self._fault = ""
+        self._told_touch = False
 
     @property
     def staleness_ms(self) -> int | None:
@@ -71,6 +81,14 @@ class Replica:
         return self._alone or (
             self._as_of_ms is not None and self._clock.now_ms() - self._as_of_ms <= self._max_staleness_ms
         )
+
+    @property
+    def in_touch(self) -> bool:
+        """Whether the store answers."""
+        if not self.current or self._committer.unanswered_ms > MAX_UNANSWERED_MS:
+            return False
+        oldest_ms = next(iter(self._sent.values()), None)
+        return self._alone or oldest_ms is None or self._clock.now_ms() - oldest_ms <= MAX_UNANSWERED_MS
 
     def check(self) -> None:
         """Raises RegistryUnavailable if this replica is not current."""
@@ -134,12 +152,23 @@ class Replica:
                 self._came_back(batch.beat_number)
 
     def _came_back(self, number: int) -> None:
-        sent_ms = self._sent.pop(number, None)
+        sent_ms = self._sent.get(number)
         if sent_ms is not None:
+            for earlier in [x for x in self._sent if x <= number]:  # those before it were lost
+                del self._sent[earlier]
             self._as_of_ms = max(sent_ms, self._as_of_ms or sent_ms)
             self._tell()
 
     def _tell(self) -> None:
+        self._tell_current()
+        in_touch = self.in_touch
+        if in_touch != self._told_touch:
+            self._told_touch = in_touch
+            if self._told and not in_touch:
+                _log.info("the store has not answered for more than %d ms", MAX_UNANSWERED_MS)
+            self._on_touch(in_touch)
+
+    def _tell_current(self) -> None:
         current = self.current
         if current == self._told:
             return

@@ -140,7 +140,7 @@ class RegistryServer:
                 max_watchers=settings.max_watchers,
                 keep_events=settings.keep_events,
                 max_staleness_ms=settings.max_staleness_ms,
-                on_current=health_changes.put_nowait,
+                on_touch=health_changes.put_nowait,
             )
         )
         gauges = LeaseGauges(shell, self.metrics)
@@ -188,11 +188,11 @@ async def _stop(server: grpc.aio.Server, health_servicer: health.aio.HealthServi
 
 
 async def _report(health_servicer: health.aio.HealthServicer, changes: asyncio.Queue[bool]) -> NoReturn:
-    """Health is whether this registry is current: load balancers and probes then know which replica to use."""
+    """Health is whether the store answers: clients, load balancers and probes then know which replica to use."""
     states = health_pb2.HealthCheckResponse
     while True:
-        current = await changes.get()
-        await health_servicer.set(SERVICE, states.SERVING if current else states.NOT_SERVING)
+        answers = await changes.get()
+        await health_servicer.set(SERVICE, states.SERVING if answers else states.NOT_SERVING)
 
 
 async def _refresh(gauges: LeaseGauges) -> NoReturn:

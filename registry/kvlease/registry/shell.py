@@ -65,17 +65,23 @@ class RegistryShell:
         max_watchers: int,
         keep_events: int,
         max_staleness_ms: int = MAX_STALENESS_MS,
-        on_current: Callable[[bool], None] = lambda _: None,
+        on_touch: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`on_current` hears when this registry becomes current with a shared store, and when it is no longer."""
+        """`on_touch` hears when a shared store answers this registry as it should, and when not."""
         self._table: Final = table
         self._clock: Final = clock
         self._committer: Final = Committer(store, self._deliver)
         self._replica: Final = Replica(
-            table, store, clock, self._committer, max_staleness_ms=max_staleness_ms, on_current=self._current
+            table,
+            store,
+            clock,
+            self._committer,
+            max_staleness_ms=max_staleness_ms,
+            on_current=self._current,
+            on_touch=self._touch,
         )
         self._shared: Final = store.shared
-        self._on_current: Final = on_current
+        self._on_touch: Final = on_touch
         self._events: Final = EventLog(table.revision, keep=keep_events, max_watchers=max_watchers)
         self._outboxes: dict[SessionId, Outbox] = {}
         self._renewing: dict[LeaseId, set[asyncio.Future[RenewalSettled]]] = {}
@@ -298,7 +304,13 @@ class RegistryShell:
             self._events.cut()
             for outbox in self._outboxes.values():
                 outbox.close(RegistryUnavailable("this replica has no contact with the store: connect to another one"))
-        self._on_current(current)
+
+    def _touch(self, in_touch: bool) -> None:
+        """What is written here may wait for long; lenders go elsewhere if another replica fares better."""
+        if not in_touch:
+            for outbox in self._outboxes.values():
+                outbox.go_elsewhere()
+        self._on_touch(in_touch)
 
     async def _settlement(self, lease_id: LeaseId, changes: Changes) -> RenewalSettled:
         settled: asyncio.Future[RenewalSettled] = asyncio.get_running_loop().create_future()

@@ -108,6 +108,20 @@ async def test_the_next_home_takes_over_what_the_last_one_kept(solo: Cluster, pr
             assert again.view.leases == (lease_put("one", owner),)
 
 
+async def test_a_former_home_keeps_nothing_of_an_engine_that_moved_while_it_was_away(
+    solo: Cluster, prefix: bytes
+) -> None:
+    """It did not see the move, only what there is when it loads; and then the engine's new home goes too."""
+    owner = engine_put()
+    async with store(solo, prefix, "one", engine_ttl_s=2) as one:
+        await one.commit((owner, lease_put("one", owner)))
+        async with store(solo, prefix, "two", engine_ttl_s=2) as two:
+            await two.commit((owner,))
+        async with one.follow() as followed:
+            gone = {LeaseGone(lease_id=LeaseId("one"), reason=EndReason.LENDER_LOST)}
+            assert gone <= set((await next_batch(followed)).changes)
+
+
 async def test_an_expired_lease_of_etcds_is_had_anew(solo: Cluster, prefix: bytes, etcd: EtcdClient) -> None:
     owner = engine_put()
     async with store(solo, prefix) as mine, mine.follow() as followed:

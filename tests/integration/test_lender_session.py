@@ -201,13 +201,15 @@ async def test_a_taken_engine_id_is_reported_and_asked_for_again() -> None:
         assert ("disconnected",) not in lender.heard.events, "it had not been connected"
 
 
-async def test_a_replaced_session_stops() -> None:
+async def test_a_replaced_session_is_reported_and_opened_again() -> None:
+    """It may have been replaced by an older hello of its own, which reached the others late through another replica."""
     async with peer() as registry, lending(registry.endpoint) as lender:
         stream = await open_session(registry)
-        stream.end(SessionReplaced("a newer session of this incarnation"))
-        with pytest.raises(SessionReplaced):
-            await soon(lender.running, "the end of the session")
-        assert registry.sessions.empty()
+        await lender.hears("connected")
+        stream.end(SessionReplaced("the lender has a newer session at another replica"))
+        await lender.hears("refused", "SESSION_REPLACED", "the lender has a newer session at another replica")
+        await open_session(registry)
+        await lender.hears("connected")
 
 
 async def test_a_registry_that_never_welcomes_is_left() -> None:

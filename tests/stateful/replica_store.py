@@ -39,6 +39,9 @@ class Store:
     log: list[Entry] = field(default_factory=list)
     engines: dict[EngineId, tuple[int, EnginePut]] = field(default_factory=dict)
     leases: dict[LeaseId, LeasePut] = field(default_factory=dict)
+    saved: tuple[dict[EngineId, tuple[int, EnginePut]], dict[LeaseId, LeasePut]] = field(
+        default_factory=lambda: ({}, {})
+    )
 
     def commit(self, writer: int, changes: tuple[StoreChange, ...]) -> None:
         for change in changes:
@@ -56,6 +59,15 @@ class Store:
                 case _:
                     pass
         self.log.append(Entry(writer, Batch(changes=changes)))
+
+    def save(self) -> None:
+        """Take a snapshot."""
+        self.saved = dict(self.engines), dict(self.leases)
+
+    def restore(self) -> None:
+        """Go back to the snapshot. Everybody has to load."""
+        engines, leases = self.saved
+        self.engines, self.leases = dict(engines), dict(leases)
 
     def expire(self, engine_id: EngineId) -> None:
         """The engine's keys go all at once, as on an etcd lease."""

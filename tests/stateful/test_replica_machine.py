@@ -234,12 +234,15 @@ class ReplicaMachine(RuleBasedStateMachine):
     def expire(self, number: int) -> None:
         self.store.expire(EngineId(f"d{number}"))
 
+    @rule()
+    def save(self) -> None:
+        self.store.save()
+
     @precondition(lambda self: self.store.log)
     @rule()
     def lose_history(self) -> None:
-        """The store is emptied, as one that was restored from an old snapshot: every replica has to load."""
-        self.store.engines.clear()
-        self.store.leases.clear()
+        """The store goes back to a snapshot, an empty one if none was taken: every replica has to load."""
+        self.store.restore()
         for at in range(REPLICAS):
             self.load(at)
 

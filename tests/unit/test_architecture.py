@@ -33,6 +33,7 @@ CORES: Final = (
             "lease_copy",
             "overload",
             "prefix_index",
+            "staleness",
             "table*",
             "values",
         )

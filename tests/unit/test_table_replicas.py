@@ -18,7 +18,7 @@ from kvlease.registry.table_changes import (
     StoredEngine,
     StoredView,
 )
-from kvlease.registry.table_limits import HOME_SILENT_MS
+from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import EndReason, EndScope, LeaseId, Miss, MissReason, RenewStatus
 
 from tests.unit.table_story import TENANT, TTL_MS, Lender, Story, with_deadline
@@ -127,7 +127,7 @@ def test_the_newest_session_is_the_home_by_the_stores_order() -> None:
 
 def test_a_new_incarnation_elsewhere_fences_the_old_one_here() -> None:
     home, lender, other = pair()
-    other.wait(HOME_SILENT_MS)
+    other.wait(TableLimits().home_silent_ms)
     restarted = Lender(other, "d-1", b"j", 77)
     restarted.hello()
     done = take(home, *other.last.stored)

@@ -25,7 +25,7 @@ from kvlease.connector.probe import LenderProbe
 from kvlease.connector.settings import ConnectorSettings
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.clock import Clock
-from kvlease.registry.errors import DeadlineExceeded, KvleaseError, SessionReplaced
+from kvlease.registry.errors import DeadlineExceeded, KvleaseError
 from kvlease.registry.lender_session import LenderSession
 from kvlease.registry.values import (
     EndReason,
@@ -235,9 +235,6 @@ class Link:
                 await before.goodbye()
         try:
             await session.run()
-        except SessionReplaced:
-            if session is self._session:
-                log.error("kvlease: this engine lends no more: another process runs as the same incarnation")
         except KvleaseError as error:
             log.error("kvlease: this engine lends no more: %s", error)
 

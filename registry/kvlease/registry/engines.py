@@ -14,7 +14,7 @@ from typing import Final
 from kvlease.registry.errors import InvalidRequest, Limit
 from kvlease.registry.table_changes import EngineBeat, SessionId
 from kvlease.registry.table_leases import HeldLease, Tally
-from kvlease.registry.table_limits import HEARTBEAT_WINDOW, HOME_SILENT_MS
+from kvlease.registry.table_limits import HEARTBEAT_WINDOW, TableLimits
 from kvlease.registry.values import (
     FINGERPRINT_BYTES,
     INCARNATION_BYTES,
@@ -155,11 +155,11 @@ class EngineState:
             total_blocks=self.total_blocks,
         )
 
-    def is_connected(self, now_ms: int) -> bool:
+    def is_connected(self, now_ms: int, home_silent_ms: int) -> bool:
         """Whether the engine has an open session, here or, as far as we were told lately, at its home."""
         if not self.elsewhere:
             return self.session is not None
-        return self.home_heard_ms is not None and now_ms - self.home_heard_ms < HOME_SILENT_MS
+        return self.home_heard_ms is not None and now_ms - self.home_heard_ms < home_silent_ms
 
     def tell_suspect(self, *, suspect: bool) -> None:
         """Watchers are to be told, lease by lease, that the lender is silent, or back."""
@@ -225,11 +225,11 @@ class EngineState:
             found.append(lease)
         return found
 
-    def status(self, now_ms: int, suspect_after_ms: int) -> EngineStatus:
+    def status(self, now_ms: int, limits: TableLimits) -> EngineStatus:
         return EngineStatus(
             engine=self.engine,
-            connected=self.is_connected(now_ms),
-            suspect=self.is_suspect(now_ms, suspect_after_ms),
+            connected=self.is_connected(now_ms, limits.home_silent_ms),
+            suspect=self.is_suspect(now_ms, limits.suspect_after_ms),
             silent_ms=self.silent_ms(now_ms),
             leases=sum(tally.leases for tally in self.tallies.values()),
             leased_blocks=sum(tally.live_blocks for tally in self.tallies.values()),

@@ -132,7 +132,7 @@ class SessionGap(KvleaseError):
 
 
 class SessionReplaced(KvleaseError):
-    """A newer session of the same incarnation took over. Whoever gets this has a twin; it must not reconnect."""
+    """Another session of this engine took over: one of a twin, or an older one of the same lender that came late."""
 
     reason = Reason.SESSION_REPLACED
 

@@ -31,7 +31,7 @@ from kvlease.registry.table_changes import (
     RenewalRefused,
     StoreChange,
 )
-from kvlease.registry.values import EndReason, EngineId, Incarnation
+from kvlease.registry.values import EndReason, EngineId, Incarnation, LeaseId
 
 MAX_CHANGES: Final = 100
 """Of one transaction; etcd takes 128 operations unless it is told otherwise."""
@@ -119,17 +119,18 @@ def _value(writer: str, change: StoreChange) -> bytes:
 
 def _parcel(keys: Keys, writer: str, packed: Sequence[tuple[StoreChange, bytes]]) -> Parcel:
     parcel = Parcel(keys.batch(writer))
-    leases_gone: list[LeaseGone] = []
+    leases_gone: dict[LeaseId, LeaseGone] = {}
     engines_gone: list[EngineGone] = []
     asked: list[RenewalAsked] = []
     refused: list[RenewalRefused] = []
     for change, value in packed:
         match change:
             case LeasePut():
+                leases_gone.pop(change.publication.lease_id, None)  # it is there after all
                 _put(parcel, keys.lease(change.publication.lease_id), value, (change.engine_id, change.incarnation))
             case LeaseGone():
                 _delete(parcel, keys.lease(change.lease_id))
-                leases_gone.append(change)
+                leases_gone[change.lease_id] = change
             case EnginePut():
                 name = change.engine.engine_id, change.engine.incarnation
                 _put(parcel, keys.engine(*name), value, name)
@@ -144,7 +145,7 @@ def _parcel(keys: Keys, writer: str, packed: Sequence[tuple[StoreChange, bytes]]
             case RenewalRefused():
                 refused.append(change)
     parcel.notes = Notes(
-        leases_gone=tuple(leases_gone),
+        leases_gone=tuple(leases_gone.values()),
         engines_gone=tuple(engines_gone),
         asked=tuple(asked),
         refused=tuple(refused),

@@ -257,8 +257,12 @@ class EtcdStore:
         except EtcdError as error:
             raise RegistryUnavailable(f"etcd: {error.message}") from error
         watch = self._etcd.watch(self._keys.prefix, seen=seen)
+        view = reader.view()
+        for engine in view.engines:
+            if not engine.own:  # it moved while we were not looking
+                self._release(engine.put.engine.engine_id)
         try:
-            yield Followed(view=reader.view(), batches=self._batches(watch, reader))
+            yield Followed(view=view, batches=self._batches(watch, reader))
         finally:
             await watch.aclose()
 

@@ -152,9 +152,9 @@ class LenderSession:
     async def run(self) -> None:
         """Keep the session open until `goodbye` or cancellation.
 
-        Raises SessionReplaced if another process runs as the same incarnation, and RegistryUnavailable if the client
-        is not open or is closed under it. Everything else that fails is tried
-        again: within about `backoff_cap_ms` if the registry is away, every `refused_pause_ms` or so if it refuses.
+        Raises RegistryUnavailable if the client is not open or is closed under it. Everything else that fails is tried
+        again: within about `backoff_cap_ms` if the registry is away or the session was replaced, every
+        `refused_pause_ms` or so if the registry refuses.
         """
         if self._keeper is not None:
             raise RuntimeError("a session runs once")
@@ -197,10 +197,11 @@ class LenderSession:
             started = loop.time()
             stream = LenderStream(replica, ack_ms=self._limits.ack_ms)
             error = await self._serve(stream)
-            if error is None or isinstance(error, SessionReplaced):
-                return error
-            if self._leaving:
+            if error is None or self._leaving:
                 return None
+            if isinstance(error, SessionReplaced):
+                # By an older hello of our own that was slow to reach the others, as well as by another process.
+                self._listener.on_refused(error.reason.value, error.message)
             moved = await replicas.retire(replica) if stream.dismissed else replicas.ended(replica, error)
             if isinstance(error, REFUSALS):
                 self._listener.on_refused(error.reason.value, error.message)

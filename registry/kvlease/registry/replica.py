@@ -1,9 +1,8 @@
 """A registry's part as one of several on a store: takes in what the others write, beats, and knows how current it is.
 
-Asyncio, no gRPC. One task follows the store, one writes a beat each second, one looks how long ago one came back. A
-beat that comes back through the store proves that everything written before it was sent has been taken in: so a replica
-that the store cannot reach, or that cannot reach the store, in either direction, finds out.
-Invariant: `staleness_ms` is never less than the age of the oldest write of another replica that is missing here.
+Asyncio, no gRPC. One task follows the store, one writes a beat each second, one looks how long ago one came back; what
+that says about how current we are is reckoned in `staleness.py`.
+Invariant: a batch is taken in before its beat counts, and nothing is answered on a beat that has not come back.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Final, NoReturn
 from kvlease.registry.clock import Clock
 from kvlease.registry.committer import STORE_RETRY_S, Committer
 from kvlease.registry.errors import Compacted, RegistryUnavailable
+from kvlease.registry.staleness import Staleness
 from kvlease.registry.store import Followed, Store
 from kvlease.registry.table import LeaseTable
 
@@ -57,13 +57,12 @@ class Replica:
         self._store: Final = store
         self._clock: Final = clock
         self._committer: Final = committer
-        self._max_staleness_ms: Final = max_staleness_ms
+        self._staleness: Final = Staleness(
+            max_ms=max_staleness_ms, max_under_way=2 * max_staleness_ms // int(BEAT_S * 1000) + 8
+        )
         self._on_current: Final = on_current
         self._on_touch: Final = on_touch
         self._alone: Final = not store.shared
-        self._as_of_ms: int | None = None
-        self._sent: dict[int, int] = {}
-        """When beats that have not come back were written, by number."""
         self._told = False
         self._fault = ""
         self._told_touch = False
@@ -71,24 +70,19 @@ class Replica:
     @property
     def staleness_ms(self) -> int | None:
         """At most so old is what this replica knows; None: it has never been current."""
-        if self._alone:
-            return 0
-        return None if self._as_of_ms is None else self._clock.now_ms() - self._as_of_ms
+        return 0 if self._alone else self._staleness.age_ms(self._clock.now_ms())
 
     @property
     def current(self) -> bool:
         """Whether what is here may be answered."""
-        return self._alone or (
-            self._as_of_ms is not None and self._clock.now_ms() - self._as_of_ms <= self._max_staleness_ms
-        )
+        return self._alone or self._staleness.is_current(self._clock.now_ms())
 
     @property
     def in_touch(self) -> bool:
         """Whether the store answers."""
         if not self.current or self._committer.unanswered_ms > MAX_UNANSWERED_MS:
             return False
-        oldest_ms = next(iter(self._sent.values()), None)
-        return self._alone or oldest_ms is None or self._clock.now_ms() - oldest_ms <= MAX_UNANSWERED_MS
+        return self._alone or self._staleness.unanswered_ms(self._clock.now_ms()) <= MAX_UNANSWERED_MS
 
     def check(self) -> None:
         """Raises RegistryUnavailable if this replica is not current."""
@@ -120,13 +114,9 @@ class Replica:
 
     async def beat(self) -> NoReturn:
         """Write beats. Until cancelled."""
-        number = 0
         while True:
             started_ms = self._clock.now_ms()
-            number += 1
-            self._sent[number] = started_ms
-            if len(self._sent) > 2 * self._max_staleness_ms / (BEAT_S * 1000) + 8:
-                del self._sent[next(iter(self._sent))]
+            number = self._staleness.send(started_ms)
             try:
                 async with asyncio.timeout(BEAT_WAIT_S):
                     await self._store.beat(number, self._table.beats(now_ms=started_ms))
@@ -149,15 +139,8 @@ class Replica:
             if changes:
                 self._committer.enqueue(changes)
             if batch.beat_number is not None:
-                self._came_back(batch.beat_number)
-
-    def _came_back(self, number: int) -> None:
-        sent_ms = self._sent.get(number)
-        if sent_ms is not None:
-            for earlier in [x for x in self._sent if x <= number]:  # those before it were lost
-                del self._sent[earlier]
-            self._as_of_ms = max(sent_ms, self._as_of_ms or sent_ms)
-            self._tell()
+                self._staleness.came_back(batch.beat_number)
+                self._tell()
 
     def _tell(self) -> None:
         self._tell_current()

@@ -202,7 +202,8 @@ class LeaseTable:
             status = RenewStatus.ENDED if ended else RenewStatus.UNKNOWN
             return RenewalSettled(lease_id=lease_id, status=status), NOTHING
         holder = lease.holder
-        if not holder.is_connected(now_ms) or holder.is_suspect(now_ms, self.limits.suspect_after_ms):
+        connected = holder.is_connected(now_ms, self.limits.home_silent_ms)
+        if not connected or holder.is_suspect(now_ms, self.limits.suspect_after_ms):
             raise LenderSilent("the lender has no session")
         if not self._ledger.renewals.ask(lease_id, ttl_ms, now_ms):
             return None, NOTHING

@@ -19,9 +19,6 @@ TICK_WORK: Final = 32
 HEARTBEAT_WINDOW: Final = 32
 """Heartbeats over which the lender's present is the maximum: one late heartbeat must not set its clock back."""
 
-HOME_SILENT_MS: Final = 3_000
-"""After so long without a word from the replica that had an engine's session, the engine counts as disconnected."""
-
 ALIAS_SWEEP_MS: Final = 10_000
 """How often expired aliases are dropped. Reads look at the expiry themselves, so this only gives memory back."""
 
@@ -34,6 +31,8 @@ class TableLimits:
     """Silence after which a lender's leases are not resolved. Ten heartbeats: shorter would flap on a busy host."""
     session_ttl_ms: int = 60_000
     """Silence after which a lender is lost and its leases end."""
+    home_silent_ms: int = 3_000
+    """Silence of the replica that had an engine's session after which the engine counts as disconnected."""
     renewal_wait_ms: int = 1_000
     """How long a lender has to answer a renewal."""
     max_engines: int = 4_096

@@ -60,7 +60,9 @@ class Replicas:
                 elif isinstance(change, EngineGone):
                     self._confirm_gone(draft, change)
                 elif isinstance(change, LeasePut):
-                    corrections.extend(self._confirm_lease(change))
+                    corrections.extend(self._confirm_lease(draft, change, now_ms))
+                elif isinstance(change, LeaseGone):
+                    self._confirm_lease_gone(draft, change, now_ms)
             draft.stored = corrections
             return draft.done()
         followed = {x.engine.engine_id for x in batch.changes if isinstance(x, EnginePut)}
@@ -89,9 +91,9 @@ class Replicas:
             state = self._roster.engines.get(beat.engine_id)
             if state is not None and state.elsewhere and state.engine.incarnation == beat.incarnation:
                 state.clock.hear(beat.now_lender_ms, now_ms)  # a lower bound, however old; no sign of life
-        present = {x.put.engine.engine_id for x in view.engines}
+        present = {x.put.engine.engine_id: x.put.engine.incarnation for x in view.engines}
         for engine_id, state in list(self._roster.engines.items()):
-            if engine_id in present:
+            if present.get(engine_id) == state.engine.incarnation:  # the store may have gone back to an earlier one
                 continue
             if state.elsewhere:
                 self._roster.depart(draft, state, EndReason.LENDER_LOST, None)
@@ -167,21 +169,36 @@ class Replicas:
         for state in self._roster.engines.values():
             state.awaited_ms = None
         for change in pending:
-            if isinstance(change, EnginePut) and written.get(change.engine.engine_id) != change:
-                known = self._roster.engines.get(change.engine.engine_id)
-                if known is not None and known.engine.incarnation == change.engine.incarnation:
+            if isinstance(change, EnginePut):
+                engine = change.engine
+                known, done = self._roster.engines.get(engine.engine_id), written.get(engine.engine_id)
+                same = done is not None and done.engine.incarnation == engine.incarnation
+                if done is not None and same and done.now_lender_ms >= change.now_lender_ms:
+                    continue
+                if known is not None and known.engine.incarnation == engine.incarnation:
                     known.awaited_ms = change.now_lender_ms
 
-    def _confirm_lease(self, put: LeasePut) -> Iterable[StoreChange]:
-        """A lease that we wrote and that nobody has any more goes out of the store again."""
+    def _confirm_lease(self, draft: Draft, put: LeasePut, now_ms: int) -> Iterable[StoreChange]:
+        """A lease that we wrote and that nobody has any more goes out of the store again.
+
+        If the engine has moved on meanwhile, it is a copy like any other: its home may not have it to take it out.
+        """
         lease_id = put.publication.lease_id
         state = self._roster.engines.get(put.engine_id)
+        if state is not None and state.elsewhere and state.engine.incarnation == put.incarnation:
+            return self._take_in(draft, put, now_ms)
         lease: HeldLease | None = self._ledger.index.by_id.get(lease_id)
         if lease is not None and not lease.holder.departed:
             return ()
         if (lease is not None and not lease.holder.elsewhere) or (state is not None and state.elsewhere):
             return ()  # its end is being written, or its home corrects
         return (LeaseGone(lease_id=lease_id, reason=self._ledger.ended.reason(lease_id) or EndReason.LENDER_LOST),)
+
+    def _confirm_lease_gone(self, draft: Draft, gone: LeaseGone, now_ms: int) -> None:
+        """What we took out of the store is no copy here, though its home may have written it in between."""
+        lease: HeldLease | None = self._ledger.index.by_id.get(gone.lease_id)
+        if lease is not None and lease.holder.elsewhere:
+            self._ledger.end(draft, lease, gone.reason, now_ms, push=False)
 
     def _meet(self, draft: Draft, put: EnginePut, now_ms: int, *, heard: bool) -> Iterable[StoreChange]:
         """Another replica has this engine's session now, unless ours is the later one."""
@@ -263,6 +280,9 @@ class Replicas:
             self._ledger.end(draft, lease, gone.reason, now_ms, push=False)
             return ()
         if expired or gone.reason in INFERRED:
+            if lease.holder.presenting:  # a copy still: whether it is held, the lender is about to say
+                self._ledger.end(draft, lease, gone.reason, now_ms, push=False)
+                return ()
             return (self._ledger.put(lease),)  # neither the store's clock decides, nor what others conclude
         self._ledger.end(draft, lease, gone.reason, now_ms)
         return (gone,)  # again, after whatever we may have written of this lease meanwhile

@@ -15,7 +15,7 @@ from typing import Final
 from kvlease.registry.engines import EngineState, validate_engine
 from kvlease.registry.errors import EngineIdInUse, KvleaseError, LimitReached, NoSession, SessionGap, SessionReplaced
 from kvlease.registry.table_changes import Draft, EngineGone, EnginePut, SessionClosed, SessionId
-from kvlease.registry.table_limits import HOME_SILENT_MS, TableLimits
+from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import EndReason, Engine, EngineId, Incarnation
 
 
@@ -35,10 +35,11 @@ class Roster:
         validate_engine(engine)
         state = self.engines.get(engine.engine_id)
         if state is not None and state.engine.incarnation != engine.incarnation:
-            if state.is_connected(now_ms) and not state.is_suspect(now_ms, self._limits.suspect_after_ms):
+            connected = state.is_connected(now_ms, self._limits.home_silent_ms)
+            if connected and not state.is_suspect(now_ms, self._limits.suspect_after_ms):
                 wait_ms = self._limits.suspect_after_ms - state.silent_ms(now_ms)
                 if state.elsewhere:
-                    wait_ms = min(wait_ms, HOME_SILENT_MS)
+                    wait_ms = min(wait_ms, self._limits.home_silent_ms)
                 raise EngineIdInUse("another incarnation of this engine id is connected", retry_after_ms=wait_ms)
             fenced = SessionReplaced("fenced by a new incarnation of the same engine id")
             self.depart(draft, state, EndReason.LENDER_LOST, fenced)
@@ -79,6 +80,7 @@ class Roster:
         state.hello_ms = put.now_lender_ms
         state.elsewhere = True
         state.presenting = False
+        state.valid_from = 0  # what its last session here withdrew is in the store until its home takes it out
         state.clock.hear(put.now_lender_ms, now_ms)
         if heard:
             state.home_heard_ms = now_ms

@@ -161,7 +161,7 @@ class LeaseSearch:
 
     def list_engines(self, now_ms: int) -> list[EngineStatus]:
         """Every engine that has not departed, by id."""
-        return [self._engines[x].status(now_ms, self._suspect_after_ms) for x in sorted(self._engines)]
+        return [self._engines[x].status(now_ms, self._ledger.limits) for x in sorted(self._engines)]
 
     def _listed(self, lease: HeldLease, wanted: LeaseFilter, now_ms: int) -> bool:
         publication = lease.publication

@@ -34,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     length.add_argument("--seeds", type=int, default=1_000, help="how many seeds (default 1000)")
     length.add_argument("--minutes", type=float, help="as many seeds as this time allows")
     parser.add_argument("--start", type=int, help="the first seed (default 0; with --minutes, one for today)")
+    parser.add_argument("--replicas", action="store_true", help="replicas on a store in every seed")
     parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--break", dest="broken", choices=sorted(BREAKS), default="", help="break this rule by hand")
     parser.add_argument("--sharpen", choices=sorted(BREAKS), default="", help="honest, on the plans of this break")
     parser.add_argument("--verbose", action="store_true", help="a line for each seed")
     options = parser.parse_args(arguments)
-    how = How(broken=options.broken, sharpened=options.sharpen)
+    how = How(broken=options.broken, sharpened=options.sharpen, replicated=options.replicas)
     timed = options.minutes is not None
     started = time.monotonic()
     done = 0

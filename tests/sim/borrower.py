@@ -7,17 +7,17 @@ Invariant: a block is given back, and quarantined first if a READ into it is lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Sequence
 from typing import Final
 
 from kvlease.connector.borrower import Ask, Borrower, BorrowTerms, Compute, ComputeReason, Read, Wait
 from kvlease.connector.digests import chain, seed
 from kvlease.connector.prover import Prover, Release
+from kvlease.connector.record import RecordContent
 from kvlease.connector.seal import Proof
-from kvlease.registry.values import ConversationId, Hit, LeaseId, Miss, TenantId
+from kvlease.registry.values import Hit, Miss, ResolveQuery
 
+from tests.sim.borrower_turn import BorrowerTurn, Load, Stage
 from tests.sim.breaks import Straight
 from tests.sim.endpoint import Endpoint
 from tests.sim.fabric import BlockRead, Fabric, ReadState, SlotRead
@@ -27,53 +27,8 @@ from tests.sim.memory import EngineMemory, Stamps
 from tests.sim.plan import Plan
 from tests.sim.pool import BlockPool, NoBlocks
 from tests.sim.registry import RegistryParty
-from tests.sim.tokens import BLOCK_TOKENS, STRIDE_TOKENS, Text, Tokens
+from tests.sim.tokens import BLOCK_TOKENS, STRIDE_TOKENS, Tokens
 from tests.sim.world import Party
-
-
-class Stage(StrEnum):
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-    GONE = "gone"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Load:
-    """One rank's share of a READ."""
-
-    read: BlockRead
-    proofs: tuple[Proof, ...]
-    engine_id: str
-    early: list[SlotRead] | None
-    slots: list[SlotRead] = field(default_factory=list)
-    whole_before: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class BorrowerTurn:
-    """One prompt to prefill. `done` is told whether it finished, once."""
-
-    request_id: str
-    tenant: TenantId
-    conversation: ConversationId | None
-    lease_id: LeaseId | None
-    text: Text
-    done: Callable[[bool], None]
-    stamps: tuple[int, ...] = ()
-    ask: Ask | None = None
-    stage: Stage = Stage.WAITING
-    aborted: bool = False
-    begun_ms: int = 0
-    paused_ms: int = 0
-    """When it began to wait, or to load, and how long the engine had been paused by then."""
-    blocks: list[int] = field(default_factory=list)
-    targets: tuple[int, ...] = ()
-    computed: int = 0
-    matched: int = 0
-    loads: dict[int, _Load] = field(default_factory=dict)
-    released: dict[int, Release] = field(default_factory=dict)
-    outcome: str = ""
 
 
 class BorrowerParty(Party):
@@ -149,10 +104,24 @@ class BorrowerParty(Party):
         self._turns[turn.request_id] = turn
         query = self.core.begin(turn.ask, self._now_ms())
         if query is not None:
-            registry, network = self.endpoint.registry(), self._fabric.network
-            reply = lambda found: network.datagram(self, lambda: self._answered(turn, found))  # noqa: E731
-            network.datagram(registry, lambda: registry.resolve(query, reply))
+            self._ask(turn, query, tries=2)
         self._step_soon()
+
+    def _ask(self, turn: BorrowerTurn, query: ResolveQuery, tries: int) -> None:
+        registry, network, life = self.endpoint.registry(), self._fabric.network, self.life
+
+        def answered(found: Hit | Miss | None) -> None:
+            if found is not None:
+                self._answered(turn, found)
+                return
+            self._judge.counts["unavailable"] += 1
+            if self.endpoint.registry() is registry:
+                self.endpoint.move()
+            if tries > 1 and life == self.life:
+                self._ask(turn, query, tries - 1)
+
+        reply = lambda found: network.datagram(self, lambda: answered(found))  # noqa: E731
+        network.datagram(registry, lambda: registry.resolve(query, reply))
 
     def abort(self, turn: BorrowerTurn) -> None:
         """The client has gone. A load under way is waited for: its blocks are being written."""
@@ -168,7 +137,7 @@ class BorrowerParty(Party):
         content = self._makings.answered(self.core, turn.ask, found, turn.begun_ms + self.clock_offset_ms)
         if content is None:
             return
-        network, lender = self._fabric.network, self._lenders.get(content.engine_id)
+        network, lender = self._fabric.network, self._lenders.get(_address(content))
         if lender is None:
             self.core.probed(turn.request_id, reachable=False)
             return
@@ -214,6 +183,8 @@ class BorrowerParty(Party):
             self._bounded(turn, self._plan.wait_ms, "waiting for an answer")
             return
         if isinstance(decision, Compute) and decision.first:
+            if decision.reason is ComputeReason.RESOLVE_TIMEOUT and self._plan.replicated:
+                self.endpoint.move()  # to one that is as good
             self._judge.counts[f"refused_{decision.reason.value}"] += 1
         self.pool.touch(hits)
         try:
@@ -242,7 +213,7 @@ class BorrowerParty(Party):
         turn.stage = Stage.LOADING
         turn.loads, turn.released = {}, {}
         pairs = tuple(zip(remote, turn.targets, strict=True))
-        engine_id = read.content.engine_id
+        address = _address(read.content)
         ranks = {proof.seal.tp_rank for proof in read.proofs}
         for rank, prover in enumerate(self.provers):
             proofs = tuple(proof for proof in read.proofs if proof.seal.tp_rank == rank)
@@ -250,12 +221,12 @@ class BorrowerParty(Party):
                 turn.released[rank] = Release(request_id=turn.request_id, reason=ComputeReason.READ_FAILED)
                 continue
             prover.posted(turn.request_id, proofs, self._now_ms())
-            turn.loads[rank] = _Load(
-                read=BlockRead(self._fabric, engine_id, rank, pairs, self.memory),
+            turn.loads[rank] = Load(
+                read=BlockRead(self._fabric, address, rank, pairs, self.memory),
                 proofs=proofs,
-                engine_id=engine_id,
-                early=self._makings.early_slots(self._fabric, engine_id, proofs),
-                whole_before=all(self._is_whole(engine_id, proof) for proof in proofs),
+                address=address,
+                early=self._makings.early_slots(self._fabric, address, proofs),
+                whole_before=all(self._is_whole(address, proof) for proof in proofs),
             )
         if len(turn.released) == len(self.provers):
             self._settle(turn)
@@ -273,7 +244,7 @@ class BorrowerParty(Party):
                 if isinstance(wanted, Release):
                     self._released(turn, rank, wanted)
                     continue
-                load.slots = load.early or [SlotRead(self._fabric, load.engine_id, proof) for proof in wanted.proofs]
+                load.slots = load.early or [SlotRead(self._fabric, load.address, proof) for proof in wanted.proofs]
             for index, slot in enumerate(load.slots):
                 if slot.state is ReadState.PENDING:
                     continue
@@ -373,8 +344,8 @@ class BorrowerParty(Party):
         for index in range(start // BLOCK_TOKENS, stop // BLOCK_TOKENS):
             self.pool.cache(turn.blocks[index], turn.stamps[(index + 1) * BLOCK_TOKENS - 1])
 
-    def _is_whole(self, engine_id: str, proof: Proof) -> bool:
-        memory = self._fabric.memories.get(engine_id)
+    def _is_whole(self, address: str, proof: Proof) -> bool:
+        memory = self._fabric.memories.get(address)
         slot = None if memory is None else memory.slot(proof.seal.tp_rank, proof.seal.address)
         return slot is not None and int.from_bytes(slot[:8], "little") == proof.seal.value
 
@@ -393,3 +364,8 @@ class BorrowerParty(Party):
         )
         self._judge.expect(not len(self.core), Fault.LEAK, f"{self.name}: borrows")
         self._judge.expect(not any(map(len, self.provers)), Fault.LEAK, f"{self.name}: loads")
+
+
+def _address(content: RecordContent) -> str:
+    """Where the lender's memory is, as the record says."""
+    return content.engine_params.decode(errors="replace")

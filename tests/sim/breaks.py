@@ -20,6 +20,10 @@ from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.record import RecordContent
 from kvlease.connector.seal import VALUE_BYTES, Proof, pack_value
 from kvlease.registry.lender_mirror import LenderMirror
+from kvlease.registry.staleness import Staleness
+from kvlease.registry.table import LeaseTable
+from kvlease.registry.table_changes import StoreChange
+from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import DIGEST_BYTES, EndReason, Hit, LeaseId, Miss, OnDeadline, Publication
 
 from tests.sim.fabric import Fabric, SlotRead
@@ -61,6 +65,22 @@ class Straight:
         """The callback to leave with a lapsed lease's blocks: one and the same for all."""
         del lease_id
         return lender.on_reuse
+
+    # -- registry -------------------------------------------------------------------------------------------------
+
+    def table(self, limits: TableLimits) -> LeaseTable:
+        return LeaseTable(limits)
+
+    def staleness(self, max_ms: int) -> Staleness:
+        return Staleness(max_ms=max_ms, max_under_way=16)
+
+    def may_answer(self, staleness: Staleness, now_ms: int) -> bool:
+        """Whether a replica that is so current may answer."""
+        return staleness.is_current(now_ms)
+
+    def pending(self, changes: list[StoreChange]) -> list[StoreChange]:
+        """What a replica that loads the store anew takes for yet to be written."""
+        return changes
 
     # -- borrower -------------------------------------------------------------------------------------------------
 

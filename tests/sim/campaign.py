@@ -14,6 +14,7 @@ from itertools import count, islice
 from typing import Final
 
 from tests.sim.breaks import BREAKS, Straight
+from tests.sim.plan import replicated
 from tests.sim.simulation import Outcome, run_seed
 
 ENOUGH_SEEDS: Final = 200
@@ -28,14 +29,20 @@ class How:
 
     broken: str = ""
     sharpened: str = ""
+    replicated: bool = False
+    """Every seed has replicas on a store."""
 
     def run(self, seed: int) -> Outcome:
         makings = BREAKS[self.broken]() if self.broken else Straight()
-        return run_seed(seed, makings, sharpen=BREAKS[self.sharpened]().sharpen if self.sharpened else None)
+        sharpen = BREAKS[self.sharpened]().sharpen if self.sharpened else makings.sharpen
+        if self.replicated:
+            return run_seed(seed, makings, sharpen=lambda plan: replicated(sharpen(plan)))
+        return run_seed(seed, makings, sharpen=sharpen)
 
     def command(self, seed: int) -> str:
         """One line that repeats this seed."""
         options = f" --break {self.broken}" if self.broken else ""
+        options += " --replicas" if self.replicated else ""
         options += f" --sharpen {self.sharpened}" if self.sharpened else ""
         return f"python -m tests.sim --seeds 1 --start {seed}{options}"
 
@@ -47,12 +54,14 @@ class Tally:
     how: How
     seeds: int = 0
     steps: int = 0
+    agreed_ms: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     red: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
         self.seeds += 1
         self.steps += outcome.steps
+        self.agreed_ms = max(self.agreed_ms, outcome.agreed_ms)
         self.counts += outcome.counts
         if outcome.violations:
             self.red.append(outcome)
@@ -74,7 +83,7 @@ class Tally:
             yield from (f"    {violation}" for violation in outcome.violations[:5])
         if self.missing():
             yield f"the faults did not bite: never {', '.join(self.missing())} in {self.seeds} seeds"
-        yield f"{self.seeds} seeds, {self.steps} steps, {len(self.red)} red"
+        yield f"{self.seeds} seeds, {self.steps} steps, {len(self.red)} red, agreed within {self.agreed_ms} ms"
         names = sorted(name for name in self.counts if self.counts[name])
         yield "  ".join(f"{name}={self.counts[name]}" for name in names)
 

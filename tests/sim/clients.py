@@ -11,11 +11,13 @@ from typing import Final
 
 from kvlease.registry.values import ConversationId, EndOrder, EndReason, EndScope, LeaseId, TenantId
 
-from tests.sim.borrower import BorrowerParty, BorrowerTurn
+from tests.sim.borrower import BorrowerParty
+from tests.sim.borrower_turn import BorrowerTurn
 from tests.sim.endpoint import Endpoint
 from tests.sim.lender import LenderParty, LenderTurn
 from tests.sim.network import Network
 from tests.sim.plan import Plan
+from tests.sim.promises import Promises
 from tests.sim.registry import RegistryParty
 from tests.sim.tokens import Tokens
 from tests.sim.world import Party, World
@@ -35,8 +37,10 @@ class Conversation(Party):
         borrowers: list[BorrowerParty],
         lenders: list[LenderParty],
         tokens: Tokens,
+        promises: Promises,
     ) -> None:
         super().__init__(f"conversation{number}")
+        self._promises: Final = promises
         self.plan = plan
         self.tenant: Final = TenantId(f"tenant{number % plan.tenants}")
         self.conversation: Final = ConversationId(self.name)
@@ -136,7 +140,8 @@ class Conversation(Party):
             world.after(world.between(5, 200), self, lambda: network.datagram(registry, ask))
         if world.chance(self.plan.end):
             order = self._end(lease_id)
-            network.datagram(registry, lambda: registry.end(order))
+            acknowledged = lambda leases: self._promises.end_acknowledged(self.tenant, leases)  # noqa: E731
+            network.datagram(registry, lambda: registry.end(order, acknowledged))
         self._think()
 
     def _end(self, lease_id: LeaseId | None) -> EndOrder:

@@ -24,7 +24,7 @@ class ReadState(StrEnum):
 
 
 class Fabric:
-    """Which memory answers at each engine's addresses; None while the engine is down."""
+    """Which memory answers at each address, which is a party's name; None while the engine is down."""
 
     def __init__(self, network: Network) -> None:
         self.network: Final = network
@@ -35,14 +35,14 @@ class BlockRead:
     """The READ of one rank's share of some blocks: `pairs` of remote and local block."""
 
     def __init__(
-        self, fabric: Fabric, engine_id: str, rank: int, pairs: tuple[tuple[int, int], ...], into: EngineMemory
+        self, fabric: Fabric, address: str, rank: int, pairs: tuple[tuple[int, int], ...], into: EngineMemory
     ) -> None:
         self.state = ReadState.PENDING
         self.landed_late = 0
         """Blocks that landed after `expect_late` was called."""
         self._late = False
         self._fabric = fabric
-        self._engine_id = engine_id
+        self._address = address
         self._rank = rank
         self._into = into
         self._left = len(pairs)
@@ -65,7 +65,7 @@ class BlockRead:
         if self.state is not ReadState.PENDING:
             return
         remote, local = pair
-        memory = self._fabric.memories.get(self._engine_id)
+        memory = self._fabric.memories.get(self._address)
         if memory is None or self._rank >= memory.ranks or remote >= memory.blocks:
             self._fail()
             return
@@ -83,11 +83,11 @@ class BlockRead:
 class SlotRead:
     """The READ of one seal's slot."""
 
-    def __init__(self, fabric: Fabric, engine_id: str, proof: Proof) -> None:
+    def __init__(self, fabric: Fabric, address: str, proof: Proof) -> None:
         self.state = ReadState.PENDING
         self.slot = b""
         self._fabric = fabric
-        self._engine_id = engine_id
+        self._address = address
         self._proof = proof
         self._value = self._hash = b""
         world, faults = fabric.network.world, fabric.network.faults
@@ -104,7 +104,7 @@ class SlotRead:
     def _sample(self, *, value: bool, record_hash: bool) -> None:
         if self.state is not ReadState.PENDING:
             return
-        memory = self._fabric.memories.get(self._engine_id)
+        memory = self._fabric.memories.get(self._address)
         slot = None if memory is None else memory.slot(self._proof.seal.tp_rank, self._proof.seal.address)
         if slot is None:
             self._fail()

@@ -26,6 +26,9 @@ class Fault(StrEnum):
     READ_TWICE = "a request read twice"
     UNFINISHED = "a request did not finish"
     OUTLIVED = "a lease outlived its longest lifetime"
+    LOST = "a lease that was acknowledged was lost without a cause"
+    UNDONE = "an end that was acknowledged was undone"
+    STALE = "a replica answered beyond its staleness bound"
     LEAK = "blocks were not given back"
     STUCK = "the healed system does not work"
 

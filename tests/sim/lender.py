@@ -29,6 +29,7 @@ from kvlease.connector.lender_effects import (
 )
 from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, RankTable
 from kvlease.connector.seal import slot_offset
+from kvlease.registry.errors import KvleaseError
 from kvlease.registry.values import (
     ConversationId,
     EndReason,
@@ -38,6 +39,7 @@ from kvlease.registry.values import (
     Incarnation,
     LeaseId,
     LeaseState,
+    PublishResult,
     TenantId,
 )
 
@@ -49,6 +51,7 @@ from tests.sim.lifetimes import Lifetimes
 from tests.sim.memory import TABLE_ADDRESS, EngineMemory
 from tests.sim.plan import Plan
 from tests.sim.pool import BlockPool, NoBlocks
+from tests.sim.promises import Promises
 from tests.sim.session import LenderSession, Registry
 from tests.sim.tokens import BLOCK_TOKENS, STRIDE_TOKENS, Text, Tokens
 from tests.sim.world import Party
@@ -82,10 +85,15 @@ class LenderParty(Party):
         tokens: Tokens,
         judge: Judge,
         makings: Straight,
+        promises: Promises,
         *,
         clock_offset_ms: int,
+        engine_id: str = "",
     ) -> None:
+        """`engine_id`: that of another lender, if it was started a second time by mistake."""
         super().__init__(name, clock_offset_ms=clock_offset_ms)
+        self.engine_id: Final = EngineId(engine_id or name)
+        self._promises: Final = promises
         self.world: Final = fabric.network.world
         self._plan, self._fabric = plan, fabric
         self.endpoint: Final = Endpoint(registries, first=plan.first_registry)
@@ -102,7 +110,7 @@ class LenderParty(Party):
         )
         self.pool = BlockPool(plan.lender_blocks, caching=plan.lender_caching)
         terms = LenderTerms(
-            engine_id=EngineId(self.name),
+            engine_id=self.engine_id,
             incarnation=self._incarnation,
             fingerprint_hash=self._fingerprint,
             block_tokens=BLOCK_TOKENS,
@@ -124,7 +132,7 @@ class LenderParty(Party):
         self._leases = 0
         self.lifetimes = Lifetimes(self._judge, self, plan.max_lifetime_ms)
         mirror = self._makings.mirror()
-        self.session = LenderSession(self._fabric.network, self, self, self.endpoint, mirror, plan.heartbeat_ms)
+        self.session = LenderSession(self._fabric.network, self, self, self.endpoint, mirror, plan)
 
     def start(self) -> None:
         self._fabric.memories[self.name] = self.memory
@@ -254,7 +262,7 @@ class LenderParty(Party):
             conversation=turn.conversation,
             digests=digests,
             block_ids=(tuple(turn.blocks[:blocks]),),
-            engine_params=b"{}",
+            engine_params=self.name.encode(),  # where its memory is
         )
         try:
             effects = self.holder.lend(loan, self.lender_now_ms())
@@ -345,7 +353,7 @@ class LenderParty(Party):
 
     def engine(self) -> Engine:
         return Engine(
-            engine_id=EngineId(self.name),
+            engine_id=self.engine_id,
             incarnation=self._incarnation,
             fingerprint=Fingerprint(hash=self._fingerprint),
         )
@@ -356,7 +364,14 @@ class LenderParty(Party):
     def free_and_total(self) -> tuple[int, int]:
         return self.pool.free, self.pool.size
 
+    def published(self, result: PublishResult) -> None:
+        self._promises.answered(self, result, overdue=self.lifetimes.overdue(result.lease_id))
+
+    def session_over(self, why: KvleaseError) -> None:
+        self._promises.session_over(why)
+
     def end_asked(self, lease_id: LeaseId, reason: EndReason) -> None:
+        self._promises.told_to_end(self, lease_id, reason)
         self.carry_out(self.holder.end(lease_id, reason))
         self._checked()
         self._admit()

@@ -28,6 +28,7 @@ class Lifetimes:
         self._lent: dict[LeaseId, tuple[int, int]] = {}
         """When, and how long the lender had been paused by then."""
         self._pinned: set[LeaseId] = set()
+        self._deadlines_ms: dict[LeaseId, int] = {}
 
     def lent(self, lease_id: LeaseId, deadline_ms: int) -> None:
         self._lent[lease_id] = self._judge.now_ms, self._lender.paused_ms
@@ -51,8 +52,19 @@ class Lifetimes:
 
     def forget(self, lease_id: LeaseId) -> None:
         self._lent.pop(lease_id, None)
+        self._deadlines_ms.pop(lease_id, None)
+
+    @property
+    def held(self) -> set[LeaseId]:
+        """Leases that have not ended."""
+        return set(self._lent)
+
+    def overdue(self, lease_id: LeaseId, *, in_ms: int = 0) -> bool:
+        """Whether its deadline has passed, or will have in a while."""
+        return self._deadlines_ms.get(lease_id, 0) <= self._judge.now_ms + in_ms
 
     def _check_deadline(self, lease_id: LeaseId, deadline_ms: int) -> None:
+        self._deadlines_ms[lease_id] = deadline_ms
         if self._limit_ms:
             life_ms = deadline_ms - self._lent[lease_id][0]
             held = life_ms <= self._limit_ms

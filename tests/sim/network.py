@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+from kvlease.registry.errors import KvleaseError
+
 from tests.sim.plan import Faults
 from tests.sim.world import Action, Party, World
 
@@ -49,6 +51,8 @@ class Line(Generic[Up, Down]):
         self._client_life, self._server_life = client.life, server.life
         self._up_ms = self._down_ms = 0
         self.open = True
+        self.fault: KvleaseError | None = None
+        """Why the server closed it, if it did."""
         self.on_up: Callable[[Up], None] = _nobody
         self.on_down: Callable[[Down], None] = _nobody
         self.on_client_closed: Action = _nothing
@@ -60,11 +64,11 @@ class Line(Generic[Up, Down]):
     def down(self, message: Down) -> None:
         self._down_ms = self._send(self._client, self._down_ms, lambda: self.on_down(message))
 
-    def close(self) -> None:
-        """The stream breaks; both ends will be told."""
+    def close(self, fault: KvleaseError | None = None) -> None:
+        """The stream breaks, or the server ends it with `fault`; both ends will be told."""
         if not self.open:
             return
-        self.open = False
+        self.open, self.fault = False, fault
         network = self._network
         for party, life, told in (
             (self._client, self._client_life, lambda: self.on_client_closed()),

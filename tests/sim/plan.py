@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Final
 
 from kvlease.registry.values import OnDeadline
+
+DOWN_MS: Final = 60
+"""A party that crashed is back after so long at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,19 @@ class Faults:
     read_fails: float = 0.0
     seal_torn: float = 0.0
     """A seal READ whose two words are sampled up to `long_ms` apart."""
+    store_slow: float = 0.0
+    """A request to the store, or a revision on its way to a replica, that takes a multiple of `long_ms`."""
+    store_cuts: int = 0
+    """Times that one replica and the store lose contact, in one direction or in both."""
+    store_outages: int = 0
+    """Times that nobody reaches the store."""
+    store_expiries: int = 0
+    """Times that the store lets keys go which somebody keeps."""
+    compactions: int = 0
+    restores: int = 0
+    """Times that the store goes back to a snapshot."""
+    twins: int = 0
+    """Engines that are started a second time, under the same id and elsewhere."""
     lie: float = 0.0
     pauses: int = 0
     crashes: int = 0
@@ -55,7 +72,8 @@ class Plan:
     max_lifetime_ms: int
     """No renewal keeps a lease's blocks longer; 0: no limit."""
     registries: int
-    """Each with a memory of its own, and told nothing of the others."""
+    replicated: bool
+    """They share a store; if not, each has a memory of its own, and is told nothing of the others."""
     first_registry: int
     rolls: int
     """Times in the safety phase that all registries are restarted, one after the other."""
@@ -84,15 +102,31 @@ class Plan:
     heartbeat_ms: int
     suspect_ms: int
     session_ttl_ms: int
+    silence_ms: int
+    """After so long without an answer a lender leaves its registry."""
+    beat_ms: int
+    home_silent_ms: int
+    max_staleness_ms: int
+    commit_wait_ms: int
+    engine_ttl_ms: int
+    """Of the store's lease that an engine's keys hang on."""
+    replica_ttl_ms: int
+    """Of the one of a replica's own keys."""
     faults: Faults
 
     def healed(self) -> Plan:
         return replace(self, faults=NO_FAULTS, abort=0.0, preempt=0.0)
 
 
+def replicated(plan: Plan) -> Plan:
+    """The same, with the registries on a store."""
+    return replace(plan, registries=max(2, plan.registries), replicated=True)
+
+
 def draw(rng: random.Random) -> Plan:
     """The plan of a seed."""
     calm = rng.random() < 0.1
+    shared = rng.random() < 0.3
     lender_blocks = rng.choice((24, 36, 48))
     return Plan(
         lenders=rng.choice((1, 2, 2, 3)),
@@ -108,7 +142,8 @@ def draw(rng: random.Random) -> Plan:
         on_deadline=rng.choice((OnDeadline.LAPSE, OnDeadline.LAPSE, OnDeadline.END)),
         renewable=rng.random() < 0.5,
         max_lifetime_ms=rng.choice((0, 0, 80, 300)),
-        registries=rng.choice((1, 2, 2)),
+        registries=rng.choice((2, 2, 3) if shared else (1, 2, 2)),
+        replicated=shared,
         first_registry=rng.choice((0, 1)),
         rolls=0 if calm else rng.choice((0, 1, 2)),
         conversations=rng.choice((3, 4, 5)),
@@ -130,6 +165,13 @@ def draw(rng: random.Random) -> Plan:
         heartbeat_ms=50,
         suspect_ms=150,
         session_ttl_ms=400,
+        silence_ms=110,
+        beat_ms=30,
+        home_silent_ms=75,
+        max_staleness_ms=120,
+        commit_wait_ms=100,
+        engine_ttl_ms=rng.choice((100, 200, 400)),
+        replica_ttl_ms=rng.choice((150, 300)),
         faults=NO_FAULTS
         if calm
         else Faults(
@@ -145,5 +187,12 @@ def draw(rng: random.Random) -> Plan:
             pauses=rng.choice((0, 2, 5)),
             crashes=rng.choice((0, 1, 2)),
             long_ms=rng.choice((30, 60)),
+            store_slow=rng.choice((0.0, 0.05, 0.2)),
+            store_cuts=rng.choice((0, 2, 4)),
+            store_outages=rng.choice((0, 0, 1)),
+            store_expiries=rng.choice((0, 1, 2)),
+            compactions=rng.choice((0, 2, 5)),
+            restores=rng.choice((0, 0, 0, 1)),
+            twins=rng.choice((0, 0, 1)),
         ),
     )

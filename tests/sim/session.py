@@ -1,7 +1,7 @@
 """The lender's session with the registry: what is said on the line, and the lender's end of it.
 
-The product's mirror decides what is said; this is its shell, reduced to its rules: hello and snapshot first, numbered
-messages, heartbeats, connect again after a break, to the same registry or to another.
+The product's mirror decides what is said; this is its shell, reduced to its rules: hello and, once welcome, snapshot
+first, numbered messages, heartbeats, every message acknowledged, a silent registry left, connect again after a break.
 Invariant: what is told after a snapshot happened after it.
 """
 
@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from kvlease.registry.errors import KvleaseError, RegistryUnavailable
 from kvlease.registry.lender_mirror import Batch, LenderMirror
 from kvlease.registry.values import EndReason, Engine, LeaseId, Publication, PublishResult, PublishStatus, RenewStatus
 
 from tests.sim.endpoint import Endpoint
 from tests.sim.network import Line, Network
+from tests.sim.plan import Plan
 from tests.sim.world import Party
 
 
@@ -47,8 +49,13 @@ Numbered = tuple[int, Said]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    results: tuple[PublishResult, ...]
+class Welcome:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    results: tuple[PublishResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +70,7 @@ class RenewAsked:
     ttl_ms: int
 
 
-Pushed = Results | EndAsked | RenewAsked
+Pushed = Welcome | Ack | EndAsked | RenewAsked
 SessionLine = Line[Numbered, Pushed]
 
 
@@ -82,6 +89,8 @@ class Lender(Protocol):
     def free_and_total(self) -> tuple[int, int]: ...
     def end_asked(self, lease_id: LeaseId, reason: EndReason) -> None: ...
     def renew_asked(self, lease_id: LeaseId, ttl_ms: int) -> None: ...
+    def published(self, result: PublishResult) -> None: ...
+    def session_over(self, why: KvleaseError) -> None: ...
 
 
 class LenderSession:
@@ -94,15 +103,17 @@ class LenderSession:
         lender: Lender,
         endpoint: Endpoint[Registry],
         mirror: LenderMirror,
-        heartbeat_ms: int,
+        plan: Plan,
     ) -> None:
         self._network = network
         self._party = party
         self._lender = lender
         self._endpoint = endpoint
-        self._heartbeat_ms = heartbeat_ms
+        self._plan = plan
         self._line: SessionLine | None = None
         self._sent = 0
+        self._welcome = False
+        self._heard_ms = 0
         self._closing = False
         self.mirror: Final = mirror
 
@@ -115,7 +126,7 @@ class LenderSession:
         self._beat()
 
     def flush(self) -> None:
-        """Says what the registry has yet to hear."""
+        """Says what the registry has yet to hear. Before the welcome that is nothing: the snapshot will say it."""
         while (batch := self.mirror.next_batch()) is not None:
             self._say(batch)
 
@@ -139,28 +150,38 @@ class LenderSession:
         life = registry.life
         line.on_client_closed = lambda: self._lost(line, restarted=registry.life != life)
         registry.accept(line)
-        self._line, self._sent = line, 0
+        self._line, self._sent, self._welcome = line, 0, False
+        self._heard_ms = self._network.world.now_ms
         self._say(Hello(engine=self._lender.engine(), now_lender_ms=self._lender.lender_now_ms()))
-        self._say(Snapshot(leases=self.mirror.present()))
 
     def _lost(self, line: SessionLine, *, restarted: bool) -> None:
-        if self._line is line:
-            self._line = None
-            self.mirror.disconnected()
-            if not restarted and self._network.world.chance(0.5):
-                self._endpoint.move()  # else the endpoint sees for itself
-            if not self._closing:
-                self._after(self._network.world.between(5, 20), self._connect)
+        if self._line is not line:
+            return
+        self._line = None
+        self.mirror.disconnected()
+        if line.fault is not None:
+            self._lender.session_over(line.fault)
+        if not restarted and (isinstance(line.fault, RegistryUnavailable) or self._network.world.chance(0.5)):
+            self._endpoint.move()  # else the endpoint sees for itself
+        if not self._closing:
+            self._after(self._network.world.between(5, 20), self._connect)
 
     def _beat(self) -> None:
         if self._closing:
             return
-        free, total = self._lender.free_and_total()
-        self._say(Heartbeat(now_lender_ms=self._lender.lender_now_ms(), free_blocks=free, total_blocks=total))
-        self._after(self._heartbeat_ms, self._beat)
+        if self._line is not None and self._network.world.now_ms - self._heard_ms > self._plan.silence_ms:
+            self._line.close()
+        if self._welcome:
+            free, total = self._lender.free_and_total()
+            self._say(Heartbeat(now_lender_ms=self._lender.lender_now_ms(), free_blocks=free, total_blocks=total))
+        self._after(self._plan.heartbeat_ms, self._beat)
 
     def _pushed(self, pushed: Pushed) -> None:
+        self._heard_ms = self._network.world.now_ms
         match pushed:
+            case Welcome():
+                self._welcome = True
+                self._say(Snapshot(leases=self.mirror.present()))
             case EndAsked(lease_id=lease_id, reason=reason):
                 if self.mirror.told_to_end(lease_id, reason):
                     self._lender.end_asked(lease_id, reason)
@@ -169,13 +190,15 @@ class LenderSession:
                     self._lender.renew_asked(lease_id, ttl_ms)
                 else:
                     self.mirror.refuse_renewal(lease_id, RenewStatus.UNKNOWN)
-            case Results(results=results):
+            case Ack(results=results):
                 for result in results:
                     self._answered(result)
         self.flush()
 
     def _answered(self, result: PublishResult) -> None:
         news, superseded = self.mirror.answered(result)
+        if news:
+            self._lender.published(result)
         if news and result.status is not PublishStatus.PUBLISHED:
             self._lender.end_asked(result.lease_id, EndReason.QUOTA)
         for lease_id in superseded:

@@ -1,0 +1,370 @@
+"""One replica's end of the store: `EtcdStore` reduced to its rules, on a network that delays, loses and cuts.
+
+What becomes of changes (parcels) and what a revision means (reader) are the product's; so is the rule that each
+transaction compares how often this writer's batch key was written, and is looked up and sent again while it is in
+doubt. A request that its sender gave up on may still take effect, also after the sender has crashed.
+Invariant: commits of one writer take effect in order and once, as long as its batch key is kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Final, TypeVar
+
+from kvlease.etcd import Changes as EtcdChanges
+from kvlease.etcd import KeyValue, LeaseId, PutOp, Revision
+from kvlease.registry.etcd_batches import Owner, Parcel, own_batch_key, parcels
+from kvlease.registry.etcd_codec import Keys, encode_beats
+from kvlease.registry.etcd_reader import EtcdReader
+from kvlease.registry.table_changes import Batch, EngineBeat, EngineGone, EnginePut, StoreChange, StoredView
+from kvlease.registry.values import EngineId, Incarnation
+
+from tests.sim.etcd import Entry, Etcd, LeaseOver
+from tests.sim.network import Network
+from tests.sim.plan import Plan
+from tests.sim.world import Action, Party
+
+KEYS: Final = Keys("/kvlease/")
+_TIMEOUT_MS: Final = 40
+"""Of one request."""
+_RETRY_MS: Final = 10
+
+Answer = TypeVar("Answer")
+
+
+class Cut:
+    """Until when each direction between one replica and the store is cut."""
+
+    def __init__(self) -> None:
+        self.to_store_ms = 0
+        self.from_store_ms = 0
+
+
+class StoreEnd:
+    """Of one life of a replica; everything it waits for dies with that life."""
+
+    def __init__(self, etcd: Etcd, network: Network, party: Party, plan: Plan, cut: Cut, *, pace_ms: int) -> None:
+        """`pace_ms`: how late this replica may hear of a revision when all is well."""
+        self._etcd: Final = etcd
+        self._network: Final = network
+        self._party: Final = party
+        self._plan: Final = plan
+        self._cut: Final = cut
+        self._pace_ms: Final = pace_ms
+        self._life: Final = party.life
+        self._writer: Final = f"{party.name}.{party.life}"
+        self._kept: Final[set[LeaseId]] = set()
+        self._keeping: Final[set[LeaseId]] = set()
+        self._engines: Final[dict[EngineId, set[Incarnation]]] = {}
+        self._written = 0
+        self._unfinished: tuple[Sequence[StoreChange], list[Parcel]] | None = None
+        self.watch: Watch | None = None
+        self._keep_all()
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def commit(self, changes: Sequence[StoreChange], done: Callable[[bool], None]) -> None:
+        """`done` hears whether they are known to be kept; if not, the same list is to be committed again."""
+        if self._unfinished is None or self._unfinished[0] is not changes:
+            self._unfinished = changes, parcels(KEYS, self._writer, changes)
+        waiting = self._unfinished[1]
+        if not waiting:
+            self._unfinished = None
+            for change in changes:
+                if isinstance(change, EngineGone):
+                    self._release(change.engine_id, change.incarnation)
+            done(True)
+            return
+
+        def sent(kept: bool) -> None:
+            if kept:
+                del waiting[0]
+                self.commit(changes, done)
+            else:
+                done(False)
+
+        self._send(waiting[0], sent)
+
+    def beat(self, number: int, beats: Sequence[EngineBeat]) -> None:
+        """May come to nothing."""
+        put = PutOp(key=KEYS.beat(self._writer), value=encode_beats(number, beats), lease=self._replica_lease)
+
+        def write() -> bool:
+            try:
+                self._etcd.transact([put])
+            except LeaseOver:
+                return False
+            return True
+
+        def written(kept: bool) -> None:
+            if not kept:
+                self._kept.discard(self._replica_lease)
+
+        self._with_leases(
+            {self._replica_lease: self._plan.replica_ttl_ms}, lambda: self._ask(write, written, _nothing), _nothing
+        )
+
+    def _send(self, parcel: Parcel, done: Callable[[bool], None]) -> None:
+        key = own_batch_key(KEYS, self._writer)
+        leases = {owner: self._lease_of(owner) for owner in parcel.owners}
+        ttls = {
+            lease: self._plan.engine_ttl_ms if owner.engine is not None else self._plan.replica_ttl_ms
+            for owner, lease in leases.items()
+        }
+        operations = parcel.operations(leases, self._replica_lease)
+        written = self._written
+
+        def write() -> bool | None:
+            if self._etcd.version(key) != written:
+                return False
+            try:
+                self._etcd.transact(operations)
+            except LeaseOver:
+                return None
+            return True
+
+        def answered(kept: bool | None) -> None:
+            if kept:
+                self._written += 1
+                done(True)
+            elif kept is None:
+                self._kept.clear()  # some lease is gone: all are looked at again when this is repeated
+                done(False)
+            else:
+                find_out()
+
+        def find_out() -> None:
+            self._ask(lambda: self._etcd.version(key), found, lambda: done(False))
+
+        def found(version: int) -> None:
+            was_done = version == self._written + 1
+            self._written = version
+            done(was_done)
+
+        self._with_leases(ttls, lambda: self._ask(write, answered, find_out), lambda: done(False))
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _replica_lease(self) -> LeaseId:
+        return _lease_id("replica", self._writer)
+
+    def _lease_of(self, owner: Owner) -> LeaseId:
+        if owner.engine is None:
+            return self._replica_lease
+        engine_id, incarnation = owner.engine
+        self._engines.setdefault(engine_id, set()).add(incarnation)
+        return _lease_id("engine", engine_id, incarnation.hex())
+
+    def _with_leases(self, ttls: dict[LeaseId, int], then: Action, failed: Action) -> None:
+        missing = {lease: ttl_ms for lease, ttl_ms in ttls.items() if lease not in self._kept}
+        if not missing:
+            then()
+            return
+
+        def grant() -> bool:
+            for lease, ttl_ms in missing.items():
+                self._etcd.grant(lease, ttl_ms)
+            return True
+
+        def granted(_: bool) -> None:
+            self._kept.update(missing)
+            self._keeping.update(missing)
+            then()
+
+        self._ask(grant, granted, failed)
+
+    def _release(self, engine_id: EngineId, incarnation: Incarnation | None = None) -> None:
+        """This incarnation, or every one of the engine, is not ours to keep any more."""
+        ours = self._engines.get(engine_id, set())
+        for one in [incarnation] if incarnation is not None else list(ours):
+            ours.discard(one)
+            lease = _lease_id("engine", engine_id, one.hex())
+            self._kept.discard(lease)
+            self._keeping.discard(lease)
+        if not ours:
+            self._engines.pop(engine_id, None)
+
+    def _keep_all(self) -> None:
+        kept = sorted(self._keeping)
+
+        def renew() -> list[LeaseId]:
+            return [lease for lease in kept if not self._etcd.keep_alive(lease)]
+
+        def renewed(lost: list[LeaseId]) -> None:
+            self._keeping.difference_update(lost)
+            self._kept.difference_update(lost)
+
+        if kept:
+            self._ask(renew, renewed, _nothing)
+        shortest_ms = min(self._plan.engine_ttl_ms, self._plan.replica_ttl_ms)
+        self._network.world.after(shortest_ms // 3, self._party, self._keep_all)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The replica is gone."""
+        self._leave()
+
+    def follow(
+        self, loaded: Callable[[StoredView], None], batch: Callable[[Batch], None], over: Action, failed: Action
+    ) -> None:
+        """Everything, then every batch, until `over`; or nothing, and `failed`."""
+        reader = EtcdReader(KEYS, self._writer)
+
+        def read() -> tuple[tuple[KeyValue, ...], Watch]:
+            revision, kvs = self._etcd.everything()
+            watch = Watch(self._network, self._party, self._cut, self._pace_ms, revision, self._etcd.history)
+            self._etcd.watchers.append(watch)
+            return kvs, watch
+
+        def took(entry: Entry) -> None:
+            found = reader.batch(EtcdChanges(revision=Revision(entry.revision), events=entry.events))
+            if found is None:
+                return
+            if not found.own:
+                for change in found.changes:
+                    if isinstance(change, EnginePut):
+                        self._release(change.engine.engine_id)
+            batch(found)
+
+        def got(answer: tuple[tuple[KeyValue, ...], Watch]) -> None:
+            kvs, watch = answer
+            self._leave()
+            self.watch = watch
+            reader.load(kvs)
+            view = reader.view()
+            for engine in view.engines:
+                if not engine.own:
+                    self._release(engine.put.engine.engine_id)
+            loaded(view)
+            watch.open(took, over)
+
+        self._ask(read, got, failed)
+
+    def _leave(self) -> None:
+        if self.watch in self._etcd.watchers:
+            self._etcd.watchers.remove(self.watch)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _ask(self, execute: Callable[[], Answer], answered: Callable[[Answer], None], failed: Action) -> None:
+        """One request: `answered`, or `failed` after the time limit, and then nobody knows whether it was executed."""
+        world, cut, sent_ms = self._network.world, self._cut, self._network.world.now_ms
+
+        def late() -> None:
+            execute()
+
+        def hear(delay_ms: int, action: Action) -> None:
+            if self._party.life == self._life:  # or its asker has crashed
+                world.after(max(1, delay_ms), self._party, action)
+
+        def give_up() -> None:
+            hear(sent_ms + _TIMEOUT_MS - world.now_ms, failed)
+
+        def arrive() -> None:
+            answer = execute()
+            back_ms = self._latency()
+            late = world.now_ms + back_ms - sent_ms > _TIMEOUT_MS
+            if late or cut.from_store_ms > world.now_ms:
+                give_up()
+            else:
+                hear(back_ms, lambda: answered(answer))
+
+        there_ms = self._latency()
+        if cut.to_store_ms > world.now_ms:
+            give_up()
+            if world.chance(0.3):  # it waits in some buffer, and gets through in the end
+                world.hardware(cut.to_store_ms - world.now_ms + there_ms, late)
+        elif there_ms >= _TIMEOUT_MS:
+            give_up()
+            world.hardware(there_ms, late)
+        else:
+            world.hardware(there_ms, arrive)
+
+    def _latency(self) -> int:
+        world, faults = self._network.world, self._network.faults
+        if world.chance(faults.store_slow):
+            return world.between(1, 2 * faults.long_ms)
+        return world.between(1, 2)
+
+
+class Watch:
+    """Revisions on their way to one replica: in order, each late by its own time, and stopped while there is a cut."""
+
+    def __init__(self, network: Network, party: Party, cut: Cut, pace_ms: int, revision: int, history: int) -> None:
+        self.revision = revision
+        """Everything up to here has been taken in."""
+        self.history: Final = history
+        self._network: Final = network
+        self._party: Final = party
+        self._cut: Final = cut
+        self._pace_ms: Final = pace_ms
+        self._due_ms = 0
+        self._coming: deque[tuple[int, Entry]] = deque()
+        self._pumping = False
+        self._over = False
+        self._life: Final = party.life
+        self._took: Callable[[Entry], None] | None = None
+        self._on_over: Action = _nothing
+
+    def open(self, took: Callable[[Entry], None], over: Action) -> None:
+        self._took, self._on_over = took, over
+        self._pump_soon()
+
+    def offer(self, entry: Entry) -> None:
+        world = self._network.world
+        self._due_ms = max(self._due_ms, world.now_ms + self._delay())
+        self._coming.append((self._due_ms, entry))
+        self._pump_soon()
+
+    def compacted(self) -> None:
+        if self._coming:
+            self._over = True
+
+    def restored(self) -> None:
+        self._over = True
+        self._pump_soon()
+
+    def _delay(self) -> int:
+        world, faults = self._network.world, self._network.faults
+        if world.chance(faults.store_slow / 4):
+            return world.between(1, 4 * faults.long_ms)
+        return world.between(1, self._pace_ms)
+
+    def _pump_soon(self) -> None:
+        if self._pumping or self._took is None or not (self._coming or self._over):
+            return
+        if self._party.life != self._life:
+            return
+        self._pumping = True
+        world = self._network.world
+        due_ms = max(self._cut.from_store_ms, self._coming[0][0] if self._coming and not self._over else world.now_ms)
+        world.after(max(0, due_ms - world.now_ms), self._party, self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        now_ms = self._network.world.now_ms
+        if self._took is None or self._cut.from_store_ms > now_ms:
+            self._pump_soon()
+            return
+        if self._over:
+            self._took = None
+            self._on_over()
+            return
+        while self._coming and self._coming[0][0] <= now_ms and self._took is not None:
+            _, entry = self._coming.popleft()
+            self._took(entry)
+            self.revision = entry.revision
+        self._pump_soon()
+
+
+def _lease_id(*names: str) -> LeaseId:
+    digest = sha256("\0".join(names).encode()).digest()
+    return LeaseId(int.from_bytes(digest[:8], "big") >> 2 | 1)
+
+
+def _nothing() -> None:
+    return

@@ -1,4 +1,7 @@
-"""`kvlease leases --from-store`: what is in etcd when no registry is left to ask. A real process, a real member."""
+"""`kvlease leases --from-store`: what is in etcd when no registry is left to ask.
+
+A real process, a real member. What a registry lists is tested elsewhere; here the same comes without one.
+"""
 
 from __future__ import annotations
 

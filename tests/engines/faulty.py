@@ -70,13 +70,13 @@ class _FaultyOrders:
         metadata.faults, self._faults = self._faults, {}
         return metadata
 
-    def finished(self, request: Any, block_ids: Any) -> None:
+    def finished(self, request: Any, *rest: Any) -> None:
         lending = self._scheduler._lending
         if _fault(request).get("break") != CALLBACK_PER_LEASE or lending is None:
-            self._finished(request, block_ids)
+            self._finished(request, *rest)
             return
         before = set(lending._holder._held)
-        self._finished(request, block_ids)
+        self._finished(request, *rest)
         self._alone |= set(lending._holder._held) - before
         if "carry" not in vars(self):
             self.carry, lending._carry_out = lending._carry_out, self.carry_out

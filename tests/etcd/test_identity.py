@@ -6,6 +6,8 @@ One member with users, whose tokens live for a second of disuse; one with TLS th
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -20,10 +22,12 @@ from kvlease.etcd import (
     Unavailable,
     Watch,
 )
+from kvlease.etcd.proof import RELOAD_S
 
 from tests.etcd.cluster import ROOT, Cluster, ClusterSettings, etcd_cluster
 from tests.etcd.reader import changes
-from tests.integration.certificates import Authority
+from tests.integration.certificates import Authority, put
+from tests.integration.registry_peer import eventually
 
 PASSWORD = "a password that nobody else has"
 TOKEN_TTL_S = 1
@@ -142,7 +146,7 @@ async def test_each_kind_of_call_renews_a_stale_token(guarded: Cluster, prefix: 
         assert await etcd.keep_alive_once(grant.lease_id) == 30
 
     async def at_once(etcd: EtcdClient) -> None:
-        await asyncio.gather(*(etcd.txn([], [PutOp(key=prefix + b"%d" % one, value=b"")]) for one in range(20)))
+        await asyncio.gather(*(etcd.txn([], [PutOp(key=b"/at-once%d" % one, value=b"")]) for one in range(20)))
 
     async def in_turn(use: Callable[[EtcdClient], Awaitable[None]]) -> None:
         async with EtcdClient(guarded.endpoints, credentials=root()) as etcd:
@@ -182,6 +186,50 @@ async def test_certificates(tmp_path: Path, prefix: bytes) -> None:
             async with EtcdClient(cluster.endpoints, credentials=refused) as etcd:
                 with pytest.raises(Unavailable):
                     await etcd.get(prefix, timeout_ms=400)
+
+
+async def test_certificates_are_replaced_while_the_client_is_open(
+    tmp_path: Path, prefix: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them, the CA too: whoever went on with the old ones would get no connection any more."""
+    caplog.set_level(logging.INFO, "kvlease.etcd")
+    settings = ClusterSettings(folder=tmp_path / "etcd", hosts=("127.0.0.1",), tls=True)
+    async with etcd_cluster(settings) as cluster:
+        assert cluster.authority is not None
+        (member,) = cluster.members.values()
+        mine = cluster.authority.client("kvlease")
+        credentials = EtcdCredentials(tls_ca=str(mine.ca), tls_cert=str(mine.cert), tls_key=str(mine.key))
+        async with EtcdClient(cluster.endpoints, credentials=credentials) as etcd, etcd.watch(prefix) as watch:
+            await anext(watch)
+            await etcd.put(prefix, b"1")
+            assert await next_value(watch) == b"1"
+
+            put(mine.cert, b"half of a")  # it goes on with what it has
+            await eventually(lambda: _logs(etcd, prefix, caplog, "not usable"), "the fault is in the log")
+            await asyncio.sleep(RELOAD_S + 0.1)  # and does not say it again with the next look
+            assert (await etcd.get(prefix)).kvs[0].value == b"1"
+
+            fresh = Authority(tmp_path / "fresh")
+            server, client = fresh.server("etcd"), fresh.client("kvlease")
+            for old, new in ((mine.cert, client.cert), (mine.key, client.key), (mine.ca, client.ca)):
+                put(old, new.read_bytes())
+            for name in ("etcd.pem", "etcd.key"):
+                put(mine.ca.with_name(name), server.cert.with_name(name).read_bytes())
+            await eventually(lambda: _logs(etcd, prefix, caplog, "read again"), "new files are found")
+            member.kill()
+            member.start()
+            await member.ready()
+            await etcd.put(prefix, b"2", idempotent=True, timeout_ms=10_000)
+            assert await next_value(watch) == b"2"
+            assert sum("not usable" in x for x in caplog.messages) == 1
+            assert "PRIVATE" not in caplog.text
+
+
+async def _logs(etcd: EtcdClient, prefix: bytes, caplog: pytest.LogCaptureFixture, text: str) -> bool:
+    """Files are looked at when something is asked; what was begun with the old ones need not be answered."""
+    with contextlib.suppress(Unavailable):
+        await etcd.get(prefix, timeout_ms=300)
+    return any(text in x for x in caplog.messages)
 
 
 async def test_credentials_that_cannot_be_used(tmp_path: Path) -> None:

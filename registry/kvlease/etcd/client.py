@@ -22,6 +22,7 @@ from kvlease.etcd.limits import EtcdLimits
 from kvlease.etcd.login import Login
 from kvlease.etcd.methods import COMPACT, DELETE, MEMBER_LIST, PUT, RANGE, STATUS, TXN
 from kvlease.etcd.ops import Compare, DeleteOp, GetOp, Op, PutOp, only_reads
+from kvlease.etcd.proof import Proof
 from kvlease.etcd.values import (
     NO_LEASE,
     DeleteResult,
@@ -70,7 +71,9 @@ class EtcdClient:
 
     async def __aenter__(self) -> Self:
         """Raises CredentialsInvalid if files cannot be used."""
-        self._endpoints.open(await asyncio.to_thread(self._credentials.load))
+        proof = Proof(self._credentials)
+        await asyncio.to_thread(proof.load)
+        self._endpoints.open(proof)
         return self
 
     async def __aexit__(

@@ -1,7 +1,7 @@
 """What the client proves itself with: a certificate, or a user and password, or both, or nothing.
 
-Files are read when the client opens. Invariant: a password never travels unencrypted to another host, and neither it
-nor a key is in any repr or message.
+Files are read when the client opens, and when they have changed (`proof.py`). Invariant: a password never travels
+unencrypted to another host, and neither it nor a key is in any repr or message.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """One channel to each endpoint, and which of them is used now. Knows nothing of what is said over them.
 
 The current endpoint is sticky: everything goes there until a caller leaves it for the next one. Constructing does no
-I/O; a channel connects when it is first used. Invariant: `leave` moves on from the endpoint that failed, not from one
-that somebody else has moved to meanwhile.
+I/O; a channel connects when it is first used. When credentials were replaced, what is begun goes out on a new channel,
+and what is open stays where it is. Invariant: `leave` moves on from the endpoint that failed, not from one that
+somebody else has moved to meanwhile.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from kvlease.etcd.errors import ClientClosed, InvalidRequest
 from kvlease.etcd.limits import EtcdLimits
+from kvlease.etcd.proof import Proof
 
 Req = TypeVar("Req", bound=Message)
 Res = TypeVar("Res", bound=Message)
@@ -36,10 +38,24 @@ class Method(Generic[Req, Res]):
 class Endpoint:
     """One member's client address and the channel to it."""
 
-    def __init__(self, name: str, channel: grpc.aio.Channel) -> None:
+    def __init__(self, name: str, proof: Proof, limits: EtcdLimits) -> None:
+        """Needs a running event loop."""
         self.name: Final = name
-        self._channel: Final = channel
+        self._proof: Final = proof
+        self._limits: Final = limits
+        self._shown = proof.newest()
+        self._made = _open_channel(name, self._shown, limits)
         self._unary: Final[dict[str, Callable[..., Any]]] = {}
+        self._closed = False
+
+    @property
+    def _channel(self) -> grpc.aio.Channel:
+        """The one for what is begun now. An older one goes with the last call that is on it."""
+        shown = self._proof.newest()
+        if shown is not self._shown and not self._closed:
+            self._shown, self._made = shown, _open_channel(self.name, shown, self._limits)
+            self._unary.clear()
+        return self._made
 
     @property
     def ready(self) -> bool:
@@ -55,10 +71,11 @@ class Endpoint:
         """Whether there is a connection now, or within `timeout_s`; a failed attempt ends the wait. Nothing is sent."""
         try:
             async with asyncio.timeout(timeout_s):
-                while (state := self._channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+                channel = self._channel
+                while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
                     if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
                         return False
-                    await self._channel.wait_for_state_change(state)
+                    await channel.wait_for_state_change(state)
         except TimeoutError:
             return False
         return True
@@ -67,10 +84,11 @@ class Endpoint:
         self, method: Method[Req, Res], request: Req, *, timeout_s: float, metadata: Metadata
     ) -> grpc.aio.UnaryUnaryCall[Req, Res]:
         """Start a call; awaiting it gives the answer."""
+        channel = self._channel
         call = self._unary.get(method.path)
         if call is None:
             serialize: Callable[[Req], bytes] = method.request.SerializeToString
-            call = self._unary[method.path] = self._channel.unary_unary(
+            call = self._unary[method.path] = channel.unary_unary(
                 method.path,
                 request_serializer=serialize,
                 response_deserializer=method.response.FromString,
@@ -89,7 +107,8 @@ class Endpoint:
         return call(timeout=timeout_s, metadata=metadata)
 
     async def close(self) -> None:
-        await self._channel.close()
+        self._closed = True
+        await self._made.close()
 
 
 class Endpoints:
@@ -104,9 +123,9 @@ class Endpoints:
         self._all: tuple[Endpoint, ...] = ()
         self._current = 0
 
-    def open(self, credentials: grpc.ChannelCredentials | None) -> None:
-        """Make the channels; needs a running event loop."""
-        self._all = tuple(Endpoint(name, self._channel(name, credentials)) for name in self._names)
+    def open(self, proof: Proof) -> None:
+        """Make the channels, with what `proof` has loaded; needs a running event loop."""
+        self._all = tuple(Endpoint(name, proof, self._limits) for name in self._names)
 
     @property
     def is_open(self) -> bool:
@@ -142,21 +161,21 @@ class Endpoints:
         for endpoint in closing:
             await endpoint.close()
 
-    def _channel(self, name: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-        limits = self._limits
-        options = (
-            ("grpc.max_receive_message_length", limits.max_answer_bytes),
-            ("grpc.keepalive_time_ms", limits.ping_ms),
-            ("grpc.keepalive_timeout_ms", limits.ping_timeout_ms),
-            ("grpc.keepalive_permit_without_calls", 0),  # etcd counts such pings as abuse
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 1_000),  # also how long one attempt to connect may take
-            ("grpc.max_reconnect_backoff_ms", 1_000),
-            ("grpc.enable_retries", 0),  # what may be repeated is decided in calls.py
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),
-        )
-        if credentials is None:
-            return grpc.aio.insecure_channel(name, options=options)
-        return grpc.aio.secure_channel(name, credentials, options=options)
+
+def _open_channel(name: str, credentials: grpc.ChannelCredentials | None, limits: EtcdLimits) -> grpc.aio.Channel:
+    options = (
+        ("grpc.max_receive_message_length", limits.max_answer_bytes),
+        ("grpc.keepalive_time_ms", limits.ping_ms),
+        ("grpc.keepalive_timeout_ms", limits.ping_timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 0),  # etcd counts such pings as abuse
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),  # also how long one attempt to connect may take
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.enable_retries", 0),  # what may be repeated is decided in calls.py
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    )
+    if credentials is None:
+        return grpc.aio.insecure_channel(name, options=options)
+    return grpc.aio.secure_channel(name, credentials, options=options)

@@ -19,6 +19,7 @@ from kvlease.connector.loads import LoadReport, WorkerReports
 from kvlease.connector.seal import VALUE_BYTES
 from kvlease.connector.seal_table import SealTable
 from kvlease.registry.metrics import Metric
+from kvlease.registry.values import EndReason
 
 from tests.engines.engine import BLOCK_TOKENS, ENVIRONMENT
 from tests.engines.model import model_dir
@@ -168,6 +169,36 @@ class Desk:
             self.step()
         raise AssertionError(f"requests are still there after {steps} steps")
 
+    def settle(self) -> None:
+        """The judge of leaks: once every request, load and lease is over, every block is back where it was.
+
+        Ends what a test has left under way as vLLM's workers would report it. Called when a desk closes.
+        """
+        from vllm.v1.request import RequestStatus
+
+        scheduler, borrowing = self.scheduler, self.side._borrowing
+        scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        for _ in range(3):
+            over = Loads()
+            for request_id, request in scheduler.requests.items():
+                fetched = (request.kv_transfer_params or {}).get("do_remote_decode")
+                (over.sent if fetched else over.finished).add(request_id)
+            if borrowing is not None:
+                over.reports.landed_late += [
+                    (request_id, rank)
+                    for request_id, (ranks, _) in borrowing._quarantine._late.items()
+                    for rank in ranks
+                ]
+            self.step(over)
+        if self.side._lending is not None:
+            self.side._lending._holder.check()
+            self.side._lending.end_all(EndReason.RELEASED)
+            self.side._lending.service()
+        assert not scheduler.requests, "requests that nothing ends"
+        assert self.whole_seals == 0, "a seal is whole though every lease has ended"
+        held = self.pool.num_gpu_blocks - 1 - self.free
+        assert not held, f"{held} blocks are held though nothing uses them"
+
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     """A prompt; another seed shares no block with it."""
@@ -236,7 +267,9 @@ def desk(settings: DeskSettings) -> Iterator[Desk]:
                     )
                 }
             )
-            yield Desk(scheduler, side, table, get_request_block_hasher(BLOCK_TOKENS, hash_function))
+            opened = Desk(scheduler, side, table, get_request_block_hasher(BLOCK_TOKENS, hash_function))
+            yield opened
+            opened.settle()
         finally:
             scheduler.shutdown()
             table.close()

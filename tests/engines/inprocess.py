@@ -126,8 +126,8 @@ class Desk:
     def schedule(self) -> Any:
         return self.scheduler.schedule()
 
-    def finish(self, output: Any, loads: Loads | None = None) -> Any:
-        """The step `output` has been executed."""
+    def finish(self, output: Any, loads: Loads | None = None, *, accepted: int = 0) -> Any:
+        """The step `output` has been executed; `accepted` of the tokens that were guessed for it turned out right."""
         from kvlease.connector.vllm_metadata import ReportsFromWorkers
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -136,7 +136,7 @@ class Desk:
         for request_id in ids:
             request = self.scheduler.requests.get(request_id)
             prefilling = request is not None and request.num_computed_tokens < request.num_tokens
-            tokens.append([] if request is None or prefilling else [OUTPUT_TOKEN])
+            tokens.append([] if request is None or prefilling else [OUTPUT_TOKEN] * (1 + accepted))
         reported = None
         if loads is not None:
             reported = KVConnectorOutput(
@@ -313,7 +313,14 @@ LENT_FROM: Final = 1_000
 """The lender's first block in the records of `hit`."""
 
 
-def hit(desk: Desk, request: Any, strides: int, engine_params: Params = LENDER_PARAMS, adapter: bytes = b"") -> None:
+def hit(
+    desk: Desk,
+    request: Any,
+    strides: int,
+    engine_params: Params = LENDER_PARAMS,
+    adapter: bytes = b"",
+    lender: str = "lender",
+) -> None:
     """The registry knows a lease of the request's first `strides` strides, and its lender answers."""
     import json
 
@@ -333,7 +340,7 @@ def hit(desk: Desk, request: Any, strides: int, engine_params: Params = LENDER_P
     )
     content = RecordContent(
         lease_id=LeaseId("lease"),
-        engine_id=EngineId("lender"),
+        engine_id=EngineId(lender),
         incarnation=Incarnation(bytes(16)),
         fingerprint_hash=identity.fingerprint.hash,
         tenant=DEFAULT_TENANT,

@@ -273,6 +273,13 @@ def test_a_record_that_does_not_fit_is_not_read(answer: Hit, expected: ComputeRe
     assert reason(borrower) is expected
 
 
+def test_an_engine_never_reads_from_itself() -> None:
+    borrower = Borrower(replace(TERMS, engine_id=EngineId("lender")))
+    borrower.begin(ask(300), 0)
+    assert borrower.answered("r", hit()) is None
+    assert reason(borrower) is ComputeReason.OWN_LEASE
+
+
 def test_a_lender_that_does_not_answer_is_not_read_from() -> None:
     borrower = Borrower(TERMS)
     borrower.begin(ask(300), 0)

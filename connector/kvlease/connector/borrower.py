@@ -20,6 +20,7 @@ from kvlease.connector.record import RecordContent, RecordInvalid, decode, recor
 from kvlease.connector.seal import Proof
 from kvlease.registry.values import (
     ConversationId,
+    EngineId,
     Hit,
     LeaseId,
     Miss,
@@ -46,6 +47,8 @@ class ComputeReason(StrEnum):
     REGISTRY_UNAVAILABLE = "registry_unavailable"
     RESOLVE_TIMEOUT = "resolve_timeout"
     RECORD_INVALID = "record_invalid"
+    OWN_LEASE = "own_lease"
+    """What this engine lends itself is in its own prefix cache, or it is computed: it never reads from itself."""
     LENDER_UNREACHABLE = "lender_unreachable"
     BELOW_THRESHOLD = "below_threshold"
     LOCAL_HIT = "local_hit"
@@ -72,6 +75,8 @@ class BorrowTerms:
     """How long a request may be held back for a resolve and a probe, from its arrival."""
     threshold_tokens: int = 64
     """A READ of fewer tokens is not worth its latency."""
+    engine_id: EngineId | None = None
+    """Of this engine, if it lends as well: it never reads from itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +186,9 @@ class Borrower:
             content = decode(answer.record)
         except RecordInvalid:
             borrow.reason = ComputeReason.RECORD_INVALID
+            return None
+        if content.engine_id == self._terms.engine_id:
+            borrow.reason = ComputeReason.OWN_LEASE
             return None
         if content.fingerprint_hash != self._terms.fingerprint_hash:
             borrow.reason = ComputeReason.FINGERPRINT

@@ -5,7 +5,10 @@ Each refusal is a sentence that says what to change. The facts themselves are pi
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvlease.connector.settings import LOOPBACK, ConnectorSettings, SettingsInvalid
@@ -19,6 +22,11 @@ TESTED_VLLM: Final = ("0.32",)
 WEIGHTS_FIELD: Final = "weights_version"
 """The one field of a fingerprint that may change while an engine runs."""
 _SOUND_HASHES: Final = frozenset({"sha256", "sha256_cbor"})
+
+_NO_MEANING: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+"""Of a model's configuration: paths and versions, and the dtype, which has a field of its own."""
+_ROPE: Final = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "partial_rotary_factor")
+_READABLE_CHARS: Final = 512
 
 
 class EngineUnsupported(SettingsInvalid):
@@ -118,10 +126,36 @@ def fingerprint_fields(
         "head_size": str(model.get_head_size()),
         "block_tokens": str(block_tokens),
         "hash_tokens": str(hash_tokens),
+        "kv_dtype_skip_layers": ",".join(sorted(cache.kv_cache_dtype_skip_layers)),
+        "rope": _short(_rope(model.hf_text_config.to_dict())),
+        "config": _digest(_meaning(model.hf_config.to_dict())),
+        "mm_processor": _short(getattr(model.multimodal_config, "mm_processor_kwargs", None) or {}),
         "hash": str(cache.prefix_caching_hash_algo),
         "hash_seed": get_none_hash_seed(),
         "engine": ".".join(version.split(".")[:2]),
     }
+
+
+def _meaning(value: object) -> object:
+    """A model's configuration, overrides of the operator's included, without what two hosts may write differently."""
+    if isinstance(value, dict):
+        return {str(name): _meaning(item) for name, item in value.items() if name not in _NO_MEANING}
+    return value
+
+
+def _rope(config: Mapping[str, object]) -> dict[str, object]:
+    """How positions get into keys: apart from the rest of the configuration, since people change it by flags."""
+    return {name: config[name] for name in _ROPE if config.get(name) is not None}
+
+
+def _short(value: object) -> str:
+    """Readable where that is short, else a digest: operators read fingerprints when two differ."""
+    text = json.dumps(value, sort_keys=True, default=str) if value else ""
+    return text if len(text) <= _READABLE_CHARS else _digest(value)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def real_tokens(request: Any, reprefillable_tokens: int) -> int:

@@ -111,7 +111,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         self._link.start()
         if self._borrows:
             self._borrowing = Borrowing(
-                vllm_startup.borrow_terms(self._identity, self._settings, self.kv_recompute_threshold),
+                vllm_startup.borrow_terms(self, self._identity, self._settings),
                 hash_tokens=self._identity.hash_tokens,
                 pool=self._identity.pool,
                 link=self._link,

@@ -69,13 +69,16 @@ def with_weights(identity: EngineIdentity, weights_version: str) -> EngineIdenti
     return replace(identity, fingerprint=digests.fingerprint(fields))
 
 
-def borrow_terms(identity: EngineIdentity, settings: ConnectorSettings, threshold_tokens: int) -> BorrowTerms:
+def borrow_terms(
+    scheduler: NixlPullConnectorScheduler, identity: EngineIdentity, settings: ConnectorSettings
+) -> BorrowTerms:
     return BorrowTerms(
+        engine_id=EngineId(scheduler.engine_id),
         fingerprint_hash=identity.fingerprint.hash,
         block_tokens=identity.block_tokens,
         stride_tokens=identity.stride_tokens,
         wait_ms=settings.resolve_wait_ms,
-        threshold_tokens=threshold_tokens,
+        threshold_tokens=scheduler.kv_recompute_threshold,
     )
 
 

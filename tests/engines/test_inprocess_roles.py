@@ -1,0 +1,90 @@
+"""Engines of both roles, and engines that guess ahead, on vLLM's real scheduler: nobody reads itself, only real tokens.
+
+Guessed tokens are handed to the scheduler as its proposer would; whether they were right is said by the step's output.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="the scheduler is vLLM's: install the engines (make engines-venv)")
+
+from kvlease.connector.borrower import ComputeReason
+from kvlease.connector.link import Answer
+from kvlease.registry.metrics import BORROWER_MISSES
+
+from tests.engines.engine import BLOCK_TOKENS
+from tests.engines.inprocess import OUTPUT_TOKEN, Desk, DeskSettings, desk, hit, tokens
+
+pytestmark = pytest.mark.engines
+
+PROMPT = tokens(10 * BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+def test_an_engine_of_both_roles_serves_its_own_lease_from_its_cache_or_computes(cached: bool) -> None:
+    with desk(DeskSettings(role="kv_both", prefix_caching=cached)) as engine:
+        engine.add("first", PROMPT, kvlease={"conversation": "c"})
+        engine.side._link.answers.append(Answer(request_id="first", answer=ComputeReason.UNKNOWN))
+        engine.run()
+        assert engine.leases == 1
+        request = engine.add("second", [*PROMPT, *tokens(40, seed=2)], kvlease={"conversation": "c"})
+        hit(engine, request, strides=4, lender="desk")
+        output = engine.schedule()
+        assert not output.kv_connector_metadata.reqs_to_recv
+        assert output.num_scheduled_tokens["second"] == (40 if cached else 360)
+        assert engine.count(BORROWER_MISSES, reason=ComputeReason.OWN_LEASE.value) == 1
+        engine.finish(output)
+        engine.run()
+
+
+def guessing(*, ahead: bool) -> DeskSettings:
+    return DeskSettings(
+        role="kv_consumer",
+        async_scheduling=ahead,
+        engine={
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        },
+    )
+
+
+def guess(engine: Desk) -> None:
+    """Three tokens are proposed for the request."""
+    from vllm.v1.outputs import DraftTokenIds
+
+    engine.scheduler.update_draft_token_ids(DraftTokenIds(["turn"], [[OUTPUT_TOKEN] * 3]))
+
+
+def abort(engine: Desk) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine.scheduler.finish_requests("turn", RequestStatus.FINISHED_ABORTED)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "accepted", "strides"),
+    [(127, None, 1), (127, 0, 2), (124, 0, 1), (124, 3, 2), (125, 2, 2), (125, 1, 1)],
+    ids=["under-way", "none-right", "none-right-short", "all-right", "two-right", "one-right"],
+)
+def test_guessed_tokens_are_lent_only_if_they_were_right(
+    prompt_tokens: int, accepted: int | None, strides: int
+) -> None:
+    """R8: the step that checks three guesses has computed past the real tokens when the client goes away."""
+    with desk(guessing(ahead=False)) as engine:
+        engine.add("turn", tokens(prompt_tokens), max_tokens=9, kvlease={"conversation": "c"})
+        engine.step()
+        guess(engine)
+        output = engine.schedule()
+        assert output.num_scheduled_tokens == {"turn": 4}
+        if accepted is not None:
+            engine.finish(output, accepted=accepted)
+        abort(engine)
+        if accepted is None:
+            engine.finish(output)
+        held = list(engine.side._lending._holder._held.values())
+        assert [lease.publication.strides for lease in held] == ([strides] if strides else [])

@@ -62,6 +62,10 @@ bench-ttft: engines  ## time to first token on real engines: computed, from a le
 	@mkdir -p out
 	@$(PY) -m tests.bench.ttft --json out/ttft.json $(if $(CHECK),--check)
 
+.PHONY: bench-pins
+bench-pins: venv  ## an hour of chats replayed: pinned block-seconds and hit rate of each way of keeping leases, and stock's
+	@$(PY) -m tests.pins
+
 .PHONY: sim
 sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows every byte; fails on a wrong one
 	@$(PY) -m tests.sim --seeds $(SEEDS) --start $(START) --workers $(WORKERS)

@@ -12,6 +12,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 from kvlease.connector.lender_effects import AnnounceEnded, Effect
+from kvlease.connector.lender_live import HEAD_START_MS
 from kvlease.connector.loan import LenderTerms, RankTable
 from kvlease.registry.values import DIGEST_BYTES, EndReason, EngineId, Incarnation, LeaseId, OnDeadline, TenantId
 
@@ -95,9 +96,9 @@ def by_deadline(leases: Leases) -> list[LeaseId]:
 def by_loss(leases: Leases, tenant: TenantId | None = None) -> list[LeaseId]:
     """Live leases, the cheapest loss first."""
 
-    def loss(lease_id: LeaseId) -> tuple[float, int, LeaseId]:
+    def loss(lease_id: LeaseId) -> tuple[int, LeaseId]:
         lease = leases[lease_id]
-        return lease.reads / max(1, len(lease.blocks)), lease.used_ms, lease_id
+        return lease.used_ms + (HEAD_START_MS if lease.reads else 0), lease_id
 
     return sorted(live(leases, tenant), key=loss)
 

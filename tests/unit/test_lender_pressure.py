@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from kvlease.connector.lender_effects import AnnounceLapsed
-from kvlease.connector.lender_live import LiveLeases
+from kvlease.connector.lender_live import HEAD_START_MS, LiveLeases
 from kvlease.connector.loan import OverQuota
 from kvlease.registry.values import EndReason, LeaseId, LeaseState, OnDeadline, RenewStatus, TenantId
 
@@ -29,19 +29,20 @@ def test_too_many_blocks_end_the_live_lease_used_least_recently() -> None:
     lender.check()
 
 
-def test_a_lease_that_is_read_stays_longer_the_fewer_blocks_it_has() -> None:
+def test_a_lease_that_was_read_has_a_head_start_and_no_more() -> None:
     lender = holder(max_blocks=100)
-    for name, text in (("unread", "a"), ("large", "abcdef"), ("small", "a")):
-        lender.lend(loan(name, text, conversation=None), 0)
-    for name in ("large", "small"):
-        lender.was_read(LeaseId(name), 10)
-    lender.was_read(LeaseId("unknown"), 10)
+    for name, now_ms in (("read", 0), ("within", HEAD_START_MS), ("beyond", HEAD_START_MS + 20)):
+        lender.lend(loan(name, "a", conversation=None), now_ms)
+        if name == "read":
+            lender.was_read(LeaseId("read"), 10)
+            lender.was_read(LeaseId("read"), 10)
+            lender.was_read(LeaseId("unknown"), 10)
     order = [lender.relieve(1) for _ in range(3)]
-    assert [ends(effects)[0][0] for effects in order] == ["unread", "large", "small"]
+    assert [ends(effects)[0][0] for effects in order] == ["within", "read", "beyond"]
     lender.check()
 
 
-def test_reuse_is_counted_along_the_conversation() -> None:
+def test_reuse_is_remembered_along_the_conversation() -> None:
     lender = holder()
     lender.lend(loan("turn1", "a"), 0)
     lender.was_read(LeaseId("turn1"), 1)

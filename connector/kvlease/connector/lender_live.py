@@ -1,7 +1,7 @@
 """The live leases of a lender: how many blocks they hold, in all and by tenant, and whose loss is the cheapest.
 
-Pure. A lease's loss costs what it is likely to save: least reuse per block first, among equals the one that has been
-used least recently. Reuse is counted along a conversation, since its next turn replaces the lease that was read.
+Pure. The cheapest loss is the lease that has not been used for longest (made, renewed or read); one of a conversation
+that borrowers have read before has a head start. A count of reads as such would keep conversations that are over.
 
 Invariant: a lease is here exactly while it is live; sums are those of the leases here.
 """
@@ -14,6 +14,8 @@ from typing import Final
 
 from kvlease.registry.values import LeaseId, TenantId
 
+HEAD_START_MS: Final = 120_000
+"""Of a lease whose conversation is known to come back: the median pause between two turns of a chat."""
 _STALE: Final = 64
 """Entries of a heap that may be stale beyond one for each lease before it is rebuilt."""
 
@@ -22,8 +24,8 @@ _STALE: Final = 64
 class Loss:
     """What is lost with a lease; the smallest goes first."""
 
-    reads_per_block: float
     used_ms: int
+    """When it was used last, with its head start."""
     lease_id: LeaseId
 
 
@@ -31,7 +33,6 @@ class Loss:
 class _Live:
     tenant: TenantId
     blocks: int
-    reads: int
     loss: Loss
 
 
@@ -80,8 +81,8 @@ class LiveLeases:
         return 0 if heap is None else heap.blocks
 
     def add(self, lease_id: LeaseId, tenant: TenantId, blocks: int, *, reads: int, now_ms: int) -> None:
-        loss = Loss(reads / max(1, blocks), now_ms, lease_id)
-        self._leases[lease_id] = _Live(tenant, blocks, reads, loss)
+        loss = _loss(lease_id, reads, now_ms)
+        self._leases[lease_id] = _Live(tenant, blocks, loss)
         for heap in (self._all, self._tenants.setdefault(tenant, _Heap())):
             heap.leases += 1
             heap.blocks += blocks
@@ -98,11 +99,10 @@ class LiveLeases:
 
     def used(self, lease_id: LeaseId, *, reads: int, now_ms: int) -> None:
         """The lease was renewed, or read: `reads` in all."""
-        live = self._leases[lease_id]
-        if now_ms == live.loss.used_ms and reads == live.reads:
+        live, loss = self._leases[lease_id], _loss(lease_id, reads, now_ms)
+        if loss == live.loss:
             return
-        live.reads = reads
-        live.loss = Loss(reads / max(1, live.blocks), now_ms, lease_id)
+        live.loss = loss
         for heap in (self._all, self._tenants[live.tenant]):
             heap.push(live.loss, self._leases)
 
@@ -118,3 +118,7 @@ class LiveLeases:
             mine = [live for live in self._leases.values() if tenant in (None, live.tenant)]
             assert (heap.leases, heap.blocks) == (len(mine), sum(live.blocks for live in mine))
             assert {live.loss for live in mine} <= set(heap.entries), "a live lease has no entry"
+
+
+def _loss(lease_id: LeaseId, reads: int, now_ms: int) -> Loss:
+    return Loss(now_ms + (HEAD_START_MS if reads else 0), lease_id)

@@ -61,7 +61,7 @@ SIXTEEN = st.binary(min_size=16, max_size=16)
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
-INSTANTS = st.integers(0, 2**63 - 1)
+INSTANTS = st.integers(0, 2**53 - 1)
 TRACEPARENTS = st.sampled_from(("", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"))
 CONVERSATIONS = st.none() | IDS.map(ConversationId)
 DIGESTS = st.integers(1, 6).flatmap(lambda n: st.binary(min_size=n * DIGEST_BYTES, max_size=n * DIGEST_BYTES))
@@ -282,6 +282,7 @@ ITEM_FAULTS: dict[str, tuple[Callable[[pb.PublishItem], None], str, str]] = {
     "space in conversation": (lambda m: setattr(m, "conversation", "a b"), "conversation", Limit.ID),
     "no stride": (lambda m: setattr(m, "stride_tokens", 0), "stride_tokens", ""),
     "negative deadline": (lambda m: setattr(m, "deadline_lender_ms", -1), "deadline_lender_ms", ""),
+    "deadline past all clocks": (lambda m: setattr(m, "deadline_lender_ms", 2**53), "deadline_lender_ms", ""),
     "unknown on_deadline": (lambda m: setattr(m, "on_deadline", 99), "on_deadline", ""),
     "short fingerprint": (lambda m: setattr(m, "fingerprint_hash", b"f"), "fingerprint_hash", ""),
     "no digests": (lambda m: setattr(m.record, "digests", b""), "record.digests", ""),

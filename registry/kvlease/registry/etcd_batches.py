@@ -37,6 +37,8 @@ MAX_CHANGES: Final = 100
 """Of one transaction; etcd takes 128 operations unless it is told otherwise."""
 MAX_BYTES: Final = 1024 * 1024
 """Of one transaction's values; etcd takes 1.5 MiB unless it is told otherwise."""
+MIN_ALIAS_TTL_S: Final = 64
+"""Names live at least so long in etcd, and less than twice as long as was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class Parcel:
     puts: dict[bytes, tuple[bytes, Owner]] = field(default_factory=dict)
     deletes: dict[bytes, None] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
+    hellos: set[tuple[EngineId, Incarnation]] = field(default_factory=set)
+    """Engines that we say here to be the home of."""
 
     @property
     def owners(self) -> set[Owner]:
@@ -134,12 +138,13 @@ def _parcel(keys: Keys, writer: str, packed: Sequence[tuple[StoreChange, bytes]]
             case EnginePut():
                 name = change.engine.engine_id, change.engine.incarnation
                 _put(parcel, keys.engine(*name), value, name)
+                parcel.hellos.add(name)
             case EngineGone():
                 _delete(parcel, keys.engine(change.engine_id, change.incarnation))
                 engines_gone.append(change)
             case AliasPut():
-                ttl_s = max(1, -(-change.ttl_ms // 1000))
-                parcel.puts[keys.alias(change.tenant, change.alias)] = value, Owner(alias_ttl_s=ttl_s)
+                owner = Owner(alias_ttl_s=_shared_ttl_s(change.ttl_ms))
+                parcel.puts[keys.alias(change.tenant, change.alias)] = value, owner
             case RenewalAsked():
                 asked.append(change)
             case RenewalRefused():
@@ -151,6 +156,11 @@ def _parcel(keys: Keys, writer: str, packed: Sequence[tuple[StoreChange, bytes]]
         refused=tuple(refused),
     )
     return parcel
+
+
+def _shared_ttl_s(ttl_ms: int) -> int:
+    """The next power of two: callers choose how long names last, and each ttl costs etcd a lease a minute."""
+    return max(MIN_ALIAS_TTL_S, 1 << (-(-ttl_ms // 1000) - 1).bit_length())
 
 
 def _put(parcel: Parcel, key: bytes, value: bytes, engine: tuple[EngineId, Incarnation]) -> None:

@@ -101,8 +101,8 @@ class EtcdReader:
         gone: list[StoreChange] = []
         for event in item.events:
             kv, put = event.kv, event.kind is EventKind.PUT
-            if kv.key.startswith(keys.beats):
-                return self._beat(kv) if put else None
+            if kv.key.startswith(keys.beats) and put:
+                return self._beat(kv)  # alone in its revision
             if kv.key.startswith(keys.batches):
                 if put:
                     writer = kv.key.removeprefix(keys.batches).decode(errors="replace")
@@ -117,7 +117,7 @@ class EtcdReader:
                     gone.extend(self._gone(kv))
                 elif (engine := self._read(kv, decode_engine_put)) is not None:
                     engines.append(engine[0])
-            elif put and (alias := self._read(kv, decode_alias_put)) is not None:
+            elif kv.key.startswith(keys.aliases) and put and (alias := self._read(kv, decode_alias_put)) is not None:
                 puts.append(alias)
         if writer is None:
             return Batch(changes=(*engines, *puts, *gone), expired=True)

@@ -84,7 +84,7 @@ class EtcdStore:
         self._keeper: LeaseKeeper | None = None
         self._kept: Final[set[EtcdLeaseId]] = set()
         self._engines: Final[dict[EngineId, set[Incarnation]]] = {}
-        """Whose etcd leases are kept here."""
+        """Whose etcd leases are kept here: those that we are, or are about to become, the home of."""
         self._aliases: Final[dict[int, tuple[EtcdLeaseId, float]]] = {}
         self._written = 0
         """Transactions of this run: the version of its batch key."""
@@ -130,9 +130,6 @@ class EtcdStore:
         except EtcdError as error:
             raise RegistryUnavailable(f"etcd: {error.message}") from error
         self._unfinished = None
-        for change in changes:
-            if isinstance(change, EngineGone):
-                self._release(change.engine_id, change.incarnation)
 
     async def beat(self, number: int, beats: Sequence[EngineBeat]) -> None:
         """See `Store`."""
@@ -150,6 +147,8 @@ class EtcdStore:
     async def _send(self, parcel: Parcel) -> None:
         """One transaction, once: whether an earlier try of it was done, its batch key's version says."""
         key = own_batch_key(self._keys, self._writer)
+        for engine_id, incarnation in parcel.hellos:
+            self._engines.setdefault(engine_id, set()).add(incarnation)
         leases = {owner: await self._lease_for(owner) for owner in parcel.owners}
         operations = parcel.operations(leases, self._replica_lease)
         first = Compare(key=key, target=Target.VERSION, operand=self._written)
@@ -190,9 +189,11 @@ class EtcdStore:
     async def _lease_for(self, owner: Owner) -> EtcdLeaseId:
         if owner.engine is not None:
             engine_id, incarnation = owner.engine
-            self._engines.setdefault(engine_id, set()).add(incarnation)
             lease_id = self._engine_lease(engine_id, incarnation)
-            await self._keep(lease_id, self._settings.engine_ttl_s)
+            if incarnation in self._engines.get(engine_id, ()):
+                await self._keep(lease_id, self._settings.engine_ttl_s)
+            else:  # a late write: whoever is its home now keeps it
+                await self._have(lease_id, self._settings.engine_ttl_s)
             return lease_id
         if owner.alias_ttl_s is not None:
             return await self._alias_lease(owner.alias_ttl_s)
@@ -200,15 +201,40 @@ class EtcdStore:
         return self._replica_lease
 
     async def _keep(self, lease_id: EtcdLeaseId, ttl_s: int) -> None:
-        if lease_id in self._kept or self._keeper is None:
-            return
+        if lease_id not in self._kept:
+            self._renew_from_now(await self._have(lease_id, ttl_s))
+
+    async def _have(self, lease_id: EtcdLeaseId, ttl_s: int) -> EtcdGrant:
+        """There is such an etcd lease, and all of its time is left."""
         try:
-            grant = await self._etcd.grant(ttl_s, lease_id=lease_id)
+            return await self._etcd.grant(ttl_s, lease_id=lease_id)
         except LeaseExists:
             await self._etcd.keep_alive_once(lease_id)
-            grant = EtcdGrant(lease_id=lease_id, ttl_s=ttl_s)
-        self._keeper.keep(grant)
-        self._kept.add(lease_id)
+            return EtcdGrant(lease_id=lease_id, ttl_s=ttl_s)
+
+    def _renew_from_now(self, grant: EtcdGrant) -> None:
+        if self._keeper is not None:
+            self._keeper.keep(grant)
+            self._kept.add(grant.lease_id)
+
+    def _account(self, changes: Sequence[StoreChange], *, own: bool) -> None:
+        """Whose engines are ours to keep is decided where the table decides it: by the store's order."""
+        for change in changes:
+            if isinstance(change, EnginePut):
+                if own:
+                    self._hold(change)
+                else:
+                    self._release(change.engine.engine_id)
+            elif isinstance(change, EngineGone) and own:
+                self._release(change.engine_id, change.incarnation)
+
+    def _hold(self, put: EnginePut) -> None:
+        """We are this engine's home; its etcd lease was there when that was written."""
+        engine_id, incarnation = put.engine.engine_id, put.engine.incarnation
+        self._engines.setdefault(engine_id, set()).add(incarnation)
+        lease_id = self._engine_lease(engine_id, incarnation)
+        if lease_id not in self._kept:
+            self._renew_from_now(EtcdGrant(lease_id=lease_id, ttl_s=self._settings.engine_ttl_s))
 
     def _release(self, engine_id: EngineId, incarnation: Incarnation | None = None) -> None:
         """This incarnation, or every one of the engine, is not ours to keep any more.
@@ -258,9 +284,11 @@ class EtcdStore:
             raise RegistryUnavailable(f"etcd: {error.message}") from error
         watch = self._etcd.watch(self._keys.prefix, seen=seen)
         view = reader.view()
+        ours = {x.put.engine.engine_id for x in view.engines if x.own}
+        for engine_id in self._engines.keys() - ours:
+            self._release(engine_id)
         for engine in view.engines:
-            if not engine.own:  # it moved while we were not looking
-                self._release(engine.put.engine.engine_id)
+            self._account((engine.put,), own=engine.own)
         try:
             yield Followed(view=view, batches=self._batches(watch, reader))
         finally:
@@ -280,8 +308,5 @@ class EtcdStore:
             batch = reader.batch(item)
             if batch is None:
                 continue
-            if not batch.own:
-                for change in batch.changes:
-                    if isinstance(change, EnginePut):  # another replica is its home now, and keeps its etcd lease
-                        self._release(change.engine.engine_id)
+            self._account(batch.changes, own=batch.own)
             yield batch

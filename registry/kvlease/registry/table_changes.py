@@ -115,7 +115,7 @@ class StoredView:
     engines: tuple[StoredEngine, ...] = ()
     leases: tuple[LeasePut, ...] = ()
     aliases: tuple[AliasPut, ...] = ()
-    """With what is left of their ttl."""
+    """As they were named: whoever loads them remembers them for longer than was asked, which harms nobody."""
     beats: tuple[EngineBeat, ...] = ()
     """The last ones of each replica, of unknown age."""
 

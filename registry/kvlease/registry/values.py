@@ -37,6 +37,8 @@ MAX_ID_CHARS: Final = 128
 MAX_BATCH: Final = 256
 """Items in one publish or resolve message."""
 MAX_ALIASES: Final = 64
+MAX_INSTANT_MS: Final = 2**53 - 1
+"""Of a lender's clock: far from what 64 bits hold, so that differences and estimates stay within them."""
 MAX_LABELS: Final = 16
 MAX_FINGERPRINT_FIELDS: Final = 32
 MAX_TRACEPARENT_CHARS: Final = 55

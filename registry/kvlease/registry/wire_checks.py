@@ -19,6 +19,7 @@ from kvlease.registry.values import (
     MAX_BLOCKS,
     MAX_DIGESTS,
     MAX_ID_CHARS,
+    MAX_INSTANT_MS,
     MAX_TEXT_CHARS,
     MAX_TRACEPARENT_CHARS,
     ConversationId,
@@ -79,9 +80,12 @@ def check_batch(field: str, count: int) -> None:
 
 
 def check_instant(field: str, value_ms: int) -> int:
-    """`value_ms` if it can be an instant of a monotonic clock. Raises InvalidRequest."""
-    if value_ms < 0:
-        raise InvalidRequest(f"{field} must not be negative", field=field)
+    """`value_ms` if it can be an instant of a monotonic clock. Raises InvalidRequest.
+
+    What is reckoned from two instants and goes into a message has to fit there, too.
+    """
+    if not 0 <= value_ms <= MAX_INSTANT_MS:
+        raise InvalidRequest(f"{field} must be 0 to {MAX_INSTANT_MS} ms", field=field)
     return value_ms
 
 

@@ -74,6 +74,11 @@ sim: venv  ## SEEDS=1000 START=0: simulated faults, with a judge that knows ever
 soak: venv  ## MINUTES=10: the same by time; START=… repeats a run, else each day has seeds of its own
 	@$(PY) -m tests.sim --minutes $(MINUTES) --workers $(WORKERS) $(if $(filter file,$(origin START)),,--start $(START))
 
+.PHONY: engines-soak
+engines-soak: engines  ## MINUTES=60 SEED=1: mixed chats on real engines under kills and cancels, each answer judged
+	@mkdir -p out
+	@$(PY) -m tests.soak --minutes $(if $(filter file,$(origin MINUTES)),60,$(MINUTES)) --seed $(SEED) --json out/engines-soak.json
+
 .PHONY: bench-peers
 bench-peers: venv  ## the same write and read on etcd, Redis and Mooncake, as far as they are installed; CHECK=1 wants all
 	@mkdir -p out
@@ -136,7 +141,7 @@ clean:  ## remove the environment, caches and everything generated on the way
 .PHONY: help
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^##@ /{print "\n" substr($$0, 5)} \
-	  /^[a-z-]+:.*## /{printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	  /^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

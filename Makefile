@@ -18,9 +18,9 @@ PIP_ARGS ?=
 SEEDS ?= 1000
 START ?= 0
 WORKERS ?= $(shell nproc)
-# How long `make soak` runs. It starts at a seed of the day, unless START is given.
+# How long `make soak` and `make chaos` run. The soak starts at a seed of the day, unless START is given.
 MINUTES ?= 10
-# Messages of `make fuzz`, and the seed of all that is random in it.
+# Messages of `make fuzz`. The seed of all that is random in it and in `make chaos`.
 MESSAGES ?= 100000
 SEED ?= 1
 # With CHECK=1, `make bench` fails when a figure misses its budget.
@@ -46,6 +46,10 @@ define step
 if { $(3); } >>$(2) 2>&1 </dev/null; then echo "done, $$((SECONDS - started)) s"; \
 else echo 'failed; the end of $(2):'; tail -n 25 $(2); exit 1; fi
 endef
+
+peers_venv = test -e $(PEERS_VENV)/bin/python || { echo 'installing Mooncake, if it can be'; \
+  $(PYTHON) -m venv $(PEERS_VENV); \
+  $(call pip_install,$(PEERS_VENV)) --no-deps mooncake-transfer-engine-non-cuda >$(PEERS_VENV)/install.log 2>&1 || true; }
 
 ##@ Use
 .PHONY: demo
@@ -82,13 +86,22 @@ engines-soak: engines  ## MINUTES=60 SEED=1: mixed chats on real engines under k
 .PHONY: bench-peers
 bench-peers: venv  ## the same write and read on etcd, Redis and Mooncake, as far as they are installed; CHECK=1 wants all
 	@mkdir -p out
-	@test -e $(PEERS_VENV)/bin/python || { echo 'installing Mooncake, if it can be'; $(PYTHON) -m venv $(PEERS_VENV); \
-	  $(call pip_install,$(PEERS_VENV)) --no-deps mooncake-transfer-engine-non-cuda >$(PEERS_VENV)/install.log 2>&1 || true; }
+	@$(peers_venv)
 	@KVLEASE_BENCH_MOONCAKE_PYTHON=$(PEERS_VENV)/bin/python $(PY) -m tests.bench.peers --json out/peers.json $(if $(CHECK),--check)
 
 .PHONY: fuzz
 fuzz: venv  ## MESSAGES=100000 SEED=1: random and broken messages to a registry; CHECK=1 also judges its memory and speed
 	@$(PY) -m tests.fuzz --messages $(MESSAGES) --seed $(SEED) $(if $(CHECK),--check)
+
+.PHONY: chaos
+chaos: engines | etcd  ## MINUTES=10 SEED=1: faults on real etcd, registries, lenders and borrowers, with a judge outside; fails if red
+	@$(PY) -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
+
+.PHONY: failover
+failover: engines | etcd  ## how long after each kind of fault the next good resolve and accepted publish come; CHECK=1
+	@mkdir -p out
+	@$(peers_venv)
+	@$(PY) -m tests.chaos.failover --json out/failover.json --mooncake $(PEERS_VENV)/bin/python $(if $(CHECK),--check)
 
 ##@ Develop
 .PHONY: test
@@ -176,12 +189,13 @@ libraries:
 	for pair in $(LIBRARIES); do grep -q "$${pair%%:*}" <<<"$$known" || missing+=("$${pair##*:}"); done; \
 	$(apt_install)
 
-# Tests start members of their own. A service that the package brings is neither used nor, where this starts none, started.
+# Tests start members of their own, cut networks with ip and step clocks with faketime. A service that the package brings is neither used nor, where this starts none, started.
 .PHONY: etcd
 etcd:
 	@missing=(); \
 	[ -n "$${KVLEASE_TEST_ETCD:-}" ] || command -v etcd >/dev/null || missing+=(etcd-server); \
 	[ -n "$${KVLEASE_TEST_ETCDCTL:-}" ] || command -v etcdctl >/dev/null || missing+=(etcd-client); \
+	command -v ip >/dev/null || missing+=(iproute2); command -v faketime >/dev/null || missing+=(faketime); \
 	$(apt_install)
 
 # What looks at deploy/ and is not on PyPI. As above: no service of theirs is used.

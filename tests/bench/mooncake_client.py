@@ -1,7 +1,8 @@
 """Mooncake's own client behind two pipes: `put KEY SIZE` or `get KEY` a line in, `@ok` or what went wrong a line out.
 
 Runs in a Python that has mooncake-transfer-engine-non-cuda and needs nothing of ours. `get` asks the master where the
-replicas of a key are, which is what a resolve is; the bytes themselves lie in this process.
+replicas of a key are, which is what a resolve is; the bytes themselves lie in this process. MASTER is a port here, or
+etcd://HOST:PORT;HOST:PORT where several masters are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def main(port: str, master: str) -> None:
 
     store = MooncakeDistributedStore()
     address = f"127.0.0.1:{port}"
-    failed = store.setup(address, "P2PHANDSHAKE", SEGMENT_BYTES, BUFFER_BYTES, "tcp", "", f"127.0.0.1:{master}")
+    where = master if "://" in master else f"127.0.0.1:{master}"
+    failed = store.setup(address, "P2PHANDSHAKE", SEGMENT_BYTES, BUFFER_BYTES, "tcp", "", where)
     payload = os.urandom(1 << 20)
     for line in sys.stdin:
         match line.split():

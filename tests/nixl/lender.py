@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Final
 
+from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, RankTable
 from kvlease.connector.seal_table import SealTable, sweep
 from kvlease.registry.values import (
@@ -29,6 +30,7 @@ from kvlease.registry.values import (
     INCARNATION_BYTES,
     ConversationId,
     EndReason,
+    EngineId,
     Incarnation,
     LeaseId,
     Publication,
@@ -39,7 +41,7 @@ from tests.nixl import content, faults
 from tests.nixl.agent import Memory, die_with_parent, open_agent, same_addresses_at_each_start
 from tests.nixl.content import BLOCK_TOKENS, STRIDE_BLOCKS, STRIDE_TOKENS, Prompt
 from tests.nixl.lending import Lending
-from tests.nixl.messages import ENGINE, Greeting, LenderSettings, Offer, Offers, Ready, Wants, Workload, to_line
+from tests.nixl.messages import Greeting, LenderSettings, Offer, Offers, Ready, Wants, Workload, to_line
 from tests.nixl.pool import Pool
 
 PIECES: Final = 4
@@ -69,7 +71,7 @@ class Lender:
         self.incarnation = Incarnation(secrets.token_bytes(INCARNATION_BYTES))
         blocks = SAME_SLOT_BLOCKS if self._workload is Workload.SAME_SLOT else settings.blocks
         terms = LenderTerms(
-            engine_id=ENGINE,
+            engine_id=EngineId(settings.engine),
             incarnation=self.incarnation,
             fingerprint_hash=content.FINGERPRINT.hash,
             block_tokens=BLOCK_TOKENS,
@@ -81,8 +83,7 @@ class Lender:
             renewable=True,
         )
         self._pool = Pool(blocks)
-        holder = faults.lease_holder(settings.fault, terms, secrets.randbits(64) | 1)
-        self._lending: Lending = faults.lending(settings.fault, holder, self._pool, table, self._announced)
+        self._lending = self.make_lending(faults.lease_holder(settings.fault, terms, secrets.randbits(64) | 1))
         self._prompts: dict[LeaseId, Prompt] = {}
         self._recent: deque[Prompt] = deque(maxlen=16)
         self._offers: deque[Offer] = deque(maxlen=OFFERS if self._workload is Workload.CHURN else 1)
@@ -93,6 +94,10 @@ class Lender:
         self._metadata = b""
         self._selector = selectors.DefaultSelector()
         self._stopped = False
+
+    def make_lending(self, holder: LeaseHolder) -> Lending:
+        """How effects are carried out."""
+        return faults.lending(self._settings.fault, holder, self._pool, self._table, self._announced)
 
     # -- borrowers ------------------------------------------------------------------------------------------------
 
@@ -264,12 +269,16 @@ class Lender:
             conversation=conversation,
             digests=content.digest_chain(prompt),
             block_ids=(blocks,),
-            engine_params=json.dumps({"generations": [self._generations[block] for block in blocks]}).encode(),
+            engine_params=self.engine_params([self._generations[block] for block in blocks]),
             ttl_ms=ttl_ms,
         )
         self._prompts = {offer.lease_id: offer.prompt for offer in self._offers} | {lease_id: prompt}
         with contextlib.suppress(LoanRefused):
             self._lending.carry_out(self._lending.holder.lend(loan, now_ms()))
+
+    def engine_params(self, generations: list[int]) -> bytes:
+        """What a borrower's judge needs to know of the blocks."""
+        return json.dumps({"generations": generations}).encode()
 
 
 def main() -> None:

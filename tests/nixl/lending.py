@@ -43,7 +43,10 @@ class Lending:
                 case Announce(publication=publication):
                     self._announced(publication)
                 case _:
-                    pass
+                    self.tell(effect)
+
+    def tell(self, effect: Effect) -> None:
+        """What the registry would be told beside new publications."""
 
     def callback(self, effects: Sequence[Effect]) -> OnReuse:
         """What the pool calls when a block of the lease that `effects` unpins is handed out."""

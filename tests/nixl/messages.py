@@ -58,6 +58,7 @@ class Workload(StrEnum):
 class LenderSettings:
     socket: str
     seed: int
+    engine: str = ENGINE
     fault: str = Fault.NONE
     workload: str = Workload.CHURN
     blocks: int = 160

@@ -246,3 +246,21 @@ def test_two_hellos_that_the_store_made_one_of_are_both_confirmed() -> None:
     take(home, put_of(lender), own=True)
     done = take(home, EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms + 1))
     assert [type(x.error) for x in done.closed] == [SessionReplaced]
+
+
+def test_what_was_withdrawn_when_the_home_moved_is_the_new_homes_business() -> None:
+    """Ended here and not in the store, it would come back from there, and nobody would clear it away any more."""
+    home, lender, _ = pair()
+    lender.hello()
+    lender.snapshot()
+    take(home, put_of(lender), own=True)
+    elsewhere = EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms + 1)
+    take(home, elsewhere)
+    home.settle()
+    assert home.found("abc") == FIRST
+    home.wait(2)
+    lender.hello()
+    lender.snapshot()
+    home.settle()
+    gone = LeaseGone(lease_id=FIRST, reason=EndReason.LENDER_LOST)
+    assert gone in home.last.stored

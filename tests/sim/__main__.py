@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from tests.sim.breaks import BREAKS
+from tests.sim.breaks_named import BREAKS
 from tests.sim.campaign import How, campaign, seeds_until
 from tests.sim.simulation import Outcome
 

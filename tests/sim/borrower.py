@@ -48,7 +48,7 @@ class BorrowerParty(Party):
         super().__init__(name, clock_offset_ms=clock_offset_ms)
         self.world: Final = fabric.network.world
         self._plan, self._fabric, self._lenders = plan, fabric, lenders
-        self.endpoint: Final = Endpoint(registries, first=plan.first_registry)
+        self.endpoint: Final = Endpoint(registries, first=plan.first_for(int(name[-1])))
         self._tokens, self._judge, self._makings = tokens, judge, makings
         self.preempt = plan.preempt
         self.boot()

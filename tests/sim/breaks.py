@@ -8,7 +8,6 @@ sharpened plans the judge finds a violation with the double within a modest numb
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -19,10 +18,10 @@ from kvlease.connector.loan import LenderTerms, Loan
 from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.record import RecordContent
 from kvlease.connector.seal import VALUE_BYTES, Proof, pack_value
+from kvlease.registry.errors import KvleaseError
 from kvlease.registry.lender_mirror import LenderMirror
 from kvlease.registry.staleness import Staleness
 from kvlease.registry.table import LeaseTable
-from kvlease.registry.table_changes import StoreChange
 from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import DIGEST_BYTES, EndReason, Hit, LeaseId, Miss, OnDeadline, Publication
 
@@ -45,6 +44,8 @@ class Straight:
     name = ""
     shows: frozenset[Fault] = IN_BYTES
     """One of these faults gives the broken rule away."""
+    begin = 0
+    """The seed from which on it does soon."""
 
     def sharpen(self, plan: Plan) -> Plan:
         """The plan with more of what this double is about."""
@@ -78,9 +79,10 @@ class Straight:
         """Whether a replica that is so current may answer."""
         return staleness.is_current(now_ms)
 
-    def pending(self, changes: list[StoreChange]) -> list[StoreChange]:
-        """What a replica that loads the store anew takes for yet to be written."""
-        return changes
+    def comes_back(self, why: KvleaseError) -> bool:
+        """Whether a lender whose session the registry closed opens another one."""
+        del why
+        return True
 
     # -- borrower -------------------------------------------------------------------------------------------------
 
@@ -127,6 +129,7 @@ class SealNotRead(Straight):
 
 class SealReadBeforeBlocks(Straight):
     name = "seal_read_before_blocks"
+    begin = 49
 
     def sharpen(self, plan: Plan) -> Plan:
         return _slow(plan)
@@ -155,6 +158,7 @@ class SealBrokenAfterReuse(Straight):
 
 class SlotValueReused(Straight):
     name = "slot_value_reused"
+    begin = 101
 
     def sharpen(self, plan: Plan) -> Plan:
         return replace(_slow(plan), slots=2, faults=replace(_slow(plan).faults, seal_torn=0.7))
@@ -282,19 +286,16 @@ class _Silent(LenderMirror):
         return ()
 
 
-BREAKS: Final[dict[str, Callable[[], Straight]]] = {
-    double.name: double
-    for double in (
-        SealNotRead,
-        SealReadBeforeBlocks,
-        SealBrokenAfterReuse,
-        SlotValueReused,
-        RecordHashNotCompared,
-        DigestsNotCompared,
-        MappedFromTail,
-        NoQuarantine,
-        CallbackPerLease,
-        LifetimeIgnored,
-        NothingPresented,
-    )
-}
+LENDER_BREAKS: Final = (
+    SealNotRead,
+    SealReadBeforeBlocks,
+    SealBrokenAfterReuse,
+    SlotValueReused,
+    RecordHashNotCompared,
+    DigestsNotCompared,
+    MappedFromTail,
+    NoQuarantine,
+    CallbackPerLease,
+    LifetimeIgnored,
+    NothingPresented,
+)

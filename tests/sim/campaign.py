@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Final
 
-from tests.sim.breaks import BREAKS, Straight
+from tests.sim.breaks import Straight
+from tests.sim.breaks_named import BREAKS
 from tests.sim.plan import replicated
 from tests.sim.simulation import Outcome, run_seed
 
 ENOUGH_SEEDS: Final = 200
 """From here on, a run must have seen the faults bite."""
-MUST_HAPPEN: Final = ("used", "refused", "overlap", "moved", "renewal_at_limit")
+_OF_REPLICAS: Final = ("ends_acknowledged", "unavailable", "loads", "expiries", "restores", "twins")
+MUST_HAPPEN: Final = ("used", "refused", "overlap", "moved", "renewal_at_limit", *_OF_REPLICAS)
 _CHUNK: Final = 50
 
 

@@ -50,7 +50,7 @@ class Conversation(Party):
         self.waiting: BorrowerTurn | LenderTurn | None = None
         self._waiting_at: BorrowerParty | LenderParty | None = None
         self._network, self._world = network, network.world
-        self.endpoint: Final = Endpoint(registries, first=plan.first_registry)
+        self.endpoint: Final = Endpoint(registries, first=plan.first_for(number))
         self._borrowers, self._lenders, self._tokens = borrowers, lenders, tokens
         self._lender = self._world.rng.choice(lenders)
         self._lease: LeaseId | None = None

@@ -16,6 +16,7 @@ R = TypeVar("R", bound=Party)
 
 class Endpoint(Generic[R]):
     def __init__(self, registries: Sequence[R], *, first: int = 0) -> None:
+        """`first`: where it begins, counted round and round."""
         self._registries: Final = registries
         self._at = first % len(registries)
         self._life = self._registry.life

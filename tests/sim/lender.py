@@ -96,7 +96,7 @@ class LenderParty(Party):
         self._promises: Final = promises
         self.world: Final = fabric.network.world
         self._plan, self._fabric = plan, fabric
-        self.endpoint: Final = Endpoint(registries, first=plan.first_registry)
+        self.endpoint: Final = Endpoint(registries, first=plan.first_for(int(name[-1])))
         self._tokens, self._judge, self._makings = tokens, judge, makings
         self._fingerprint = FINGERPRINTS[0]
         self.boot()
@@ -367,8 +367,9 @@ class LenderParty(Party):
     def published(self, result: PublishResult) -> None:
         self._promises.answered(self, result, overdue=self.lifetimes.overdue(result.lease_id))
 
-    def session_over(self, why: KvleaseError) -> None:
+    def session_over(self, why: KvleaseError) -> bool:
         self._promises.session_over(why)
+        return not self._makings.comes_back(why)
 
     def end_asked(self, lease_id: LeaseId, reason: EndReason) -> None:
         self._promises.told_to_end(self, lease_id, reason)

@@ -11,7 +11,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvlease.registry.errors import RegistryUnavailable
-from kvlease.registry.values import ConversationId, LeaseId, LeaseState, OnDeadline, TenantId
+from kvlease.registry.values import (
+    ConversationId,
+    EndOrder,
+    EndReason,
+    EndScope,
+    LeaseId,
+    LeaseState,
+    OnDeadline,
+    TenantId,
+)
 
 from tests.sim.borrower_turn import BorrowerTurn
 from tests.sim.judge import Fault
@@ -28,6 +37,8 @@ _ONE_STRETCH_MS: Final = 200
 _SESSIONS_BACK_MS: Final = 100
 _IN_FLIGHT_MS: Final = 20
 """A lease may end at any time, and its registry hears of it a little later."""
+_ENDED_MS: Final = 150
+"""After so long an end that was asked for anywhere has reached everybody."""
 _CLEAN: Final = TenantId("clean")
 
 
@@ -48,7 +59,10 @@ class Liveness:
         if self._plan.replicated:
             self._agree()
         self._restart_in_turn()
-        for phase in (self._come_to_rest, self._agree, self._borrow_clean, self._renew_for_ever, self._drain):
+        phases = [self._come_to_rest, self._agree, self._borrow_clean, self._renew_for_ever, self._drain]
+        if self._plan.replicated:
+            phases.insert(3, self._end_anywhere)
+        for phase in phases:
             if not self._judge.violations:
                 phase()
 
@@ -182,6 +196,23 @@ class Liveness:
             if lease_id in lender.holder and not ends:
                 self._borrow(f"kept{place}", first_token=100 * place + 2_000)
                 self._next_replica()
+
+    def _end_anywhere(self) -> None:
+        """A lease that somebody ends at any replica is over at its lender, and everywhere."""
+        lender = self._clean_lender()
+        for place, replica in enumerate(self._sim.registries if lender is not None else ()):
+            assert lender is not None
+            lease_id = self._lend(lender, f"ended{place}", first_token=100 * place + 3_000)
+            if lease_id is None or lease_id not in replica.known(lender.engine_id):
+                continue  # no room for it, or not for long enough
+            order = EndOrder(tenant=_CLEAN, scope=EndScope.LEASE, target=lease_id, reason=EndReason.RELEASED)
+            acknowledged: list[LeaseId] = []
+            replica.end(order, acknowledged.extend)
+            self._world.run(self._world.now_ms + _ENDED_MS)
+            self._judge.expect(acknowledged == [lease_id], Fault.UNDONE, f"{replica.name} does not end {lease_id}")
+            known = [x.name for x in self._sim.registries if lease_id in x.known(lender.engine_id)]
+            held = [*known, *([lender.name] if lease_id in lender.holder else [])]
+            self._judge.expect(not held, Fault.UNDONE, f"{lease_id}, ended at {replica.name}, is held by {held}")
 
     def _renew_for_ever(self) -> None:
         """Somebody asks again and again to renew a lease: its blocks are back at its longest lifetime all the same."""

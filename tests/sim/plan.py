@@ -114,6 +114,10 @@ class Plan:
     """Of the one of a replica's own keys."""
     faults: Faults
 
+    def first_for(self, number: int) -> int:
+        """Where the client of this number begins: everybody at one place, or spread over replicas."""
+        return self.first_registry + (number if self.replicated else 0)
+
     def healed(self) -> Plan:
         return replace(self, faults=NO_FAULTS, abort=0.0, preempt=0.0)
 

@@ -141,7 +141,7 @@ class ReplicaParty(RegistryParty):
         self._loading = False
         self.loads += 1
         waiting = (change for command in self._waiting for change in command.changes.stored)
-        pending = self.makings.pending([*self._storing, *waiting])
+        pending = [*self._storing, *waiting]
         self.carry_out(self.table.replace(view, pending, now_ms=self.now_ms()))
         self._write()
 

@@ -90,7 +90,7 @@ class Lender(Protocol):
     def end_asked(self, lease_id: LeaseId, reason: EndReason) -> None: ...
     def renew_asked(self, lease_id: LeaseId, ttl_ms: int) -> None: ...
     def published(self, result: PublishResult) -> None: ...
-    def session_over(self, why: KvleaseError) -> None: ...
+    def session_over(self, why: KvleaseError) -> bool: ...
 
 
 class LenderSession:
@@ -160,7 +160,7 @@ class LenderSession:
         self._line = None
         self.mirror.disconnected()
         if line.fault is not None:
-            self._lender.session_over(line.fault)
+            self._closing = self._closing or self._lender.session_over(line.fault)
         if not restarted and (isinstance(line.fault, RegistryUnavailable) or self._network.world.chance(0.5)):
             self._endpoint.move()  # else the endpoint sees for itself
         if not self._closing:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
 from typing import Final, TypeVar
 
@@ -361,6 +362,7 @@ class Watch:
         self._pump_soon()
 
 
+@cache
 def _lease_id(*names: str) -> LeaseId:
     digest = sha256("\0".join(names).encode()).digest()
     return LeaseId(int.from_bytes(digest[:8], "big") >> 2 | 1)

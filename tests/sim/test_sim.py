@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from tests.sim.breaks import BREAKS
+from tests.sim.breaks_named import BREAKS
 from tests.sim.campaign import ENOUGH_SEEDS, How, campaign
 from tests.sim.judge import Fault
 from tests.sim.simulation import run_seed
@@ -33,12 +33,12 @@ def test_a_seed_is_repeated_exactly() -> None:
 def test_the_judge_sees_the_broken_rule(name: str) -> None:
     """Red with the rule broken, in what it is about; clean on the very same seeds and plans without."""
     seen: set[Fault] = set()
-    shows = BREAKS[name]().shows
-    for seed in range(120):
+    shows, begin = BREAKS[name]().shows, BREAKS[name]().begin
+    for seed in range(begin, begin + 120):
         tally = campaign((seed,), How(broken=name))
         seen |= {violation.fault for outcome in tally.red for violation in outcome.violations}
         if seen & shows:
             break
-    assert seen & shows, f"{name} went unnoticed in {seed + 1} seeds, or showed in other ways only: {seen}"
-    honest = campaign(range(max(0, seed - 10), seed + 1), How(sharpened=name))
+    assert seen & shows, f"{name} went unnoticed in {seed + 1 - begin} seeds, or showed in other ways only: {seen}"
+    honest = campaign(range(max(begin, seed - 10), seed + 1), How(sharpened=name))
     assert not honest.red, "\n".join(honest.report())

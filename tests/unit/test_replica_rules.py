@@ -80,6 +80,17 @@ def test_a_home_writes_its_engine_again_when_the_store_went_back_to_an_earlier_i
     assert [x.engine for x in stored if isinstance(x, EnginePut)] == [lender.engine]
 
 
+def test_an_engine_that_the_store_says_is_ours_and_we_have_forgotten_is_a_copy() -> None:
+    """A snapshot of etcd from before the engine left us was restored: its leases are in the store again."""
+    story = Story()
+    lender = Lender(story, "d0", b"i", 0)
+    engine = lender.engine
+    put = LeasePut(engine_id=engine.engine_id, incarnation=engine.incarnation, publication=lender.lease("l1", "abc"))
+    view = StoredView(engines=(StoredEngine(put=EnginePut(engine=engine, now_lender_ms=0), own=True),), leases=(put,))
+    assert not story.heard(story.table.replace(view, [], now_ms=story.now_ms)).stored
+    assert len(story.table) == 1
+
+
 def test_what_a_session_withdrew_is_a_copy_again_when_the_engine_moves_on() -> None:
     """It was not taken out of the store yet; whoever is home next must have it to take out."""
     story = Story()
@@ -97,6 +108,21 @@ def test_what_a_session_withdrew_is_a_copy_again_when_the_engine_moves_on() -> N
     story.settle()
     gone = LeaseGone(lease_id=LeaseId("l1"), reason=EndReason.LENDER_LOST)
     assert gone in story.last.stored
+
+
+def test_what_a_load_does_not_find_is_no_copy_either() -> None:
+    """Withdrawn and already gone from the store: it does not come back when the engine moves on."""
+    story = Story()
+    lender = story.lender("d0")
+    confirmed(story, lender)
+    lender.lend("l1", "abc")
+    lender.hello()
+    lender.snapshot()
+    put = EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms)
+    view = StoredView(engines=(StoredEngine(put=put, own=True),))
+    assert not story.heard(story.table.replace(view, [], now_ms=story.now_ms)).stored
+    foreign(story, EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms + 1))
+    assert story.found("abc") is None
 
 
 def test_hellos_that_shared_a_transaction_are_confirmed_together() -> None:

@@ -85,7 +85,10 @@ class Replicas:
         corrections: list[StoreChange] = []
         stored: dict[LeaseId, LeasePut] = {x.publication.lease_id: x for x in view.leases}
         for engine in view.engines:
-            if not engine.own:
+            state = self._roster.engines.get(engine.put.engine.engine_id)
+            same = state is not None and state.engine.incarnation == engine.put.engine.incarnation
+            # Own and not known as such: the store went back to when we were its home.
+            if not engine.own or state is None or (state.elsewhere and not same):
                 corrections.extend(self._meet(draft, engine.put, now_ms, heard=False))
         for beat in view.beats:
             state = self._roster.engines.get(beat.engine_id)
@@ -104,9 +107,8 @@ class Replicas:
             put = stored.get(lease_id)
             if put is not None and put.incarnation == lease.holder.engine.incarnation:
                 continue
-            if not lease.holder.elsewhere:
-                if lease.generation >= lease.holder.valid_from:
-                    corrections.append(self._ledger.put(lease))
+            if _is_ours(lease):
+                corrections.append(self._ledger.put(lease))
             elif not lease.holder.departed:
                 self._ledger.end(draft, lease, EndReason.LENDER_LOST, now_ms, push=False)
         for put in view.leases:
@@ -280,7 +282,7 @@ class Replicas:
             self._ledger.end(draft, lease, gone.reason, now_ms, push=False)
             return ()
         if expired or gone.reason in INFERRED:
-            if lease.holder.presenting:  # a copy still: whether it is held, the lender is about to say
+            if not _is_ours(lease):
                 self._ledger.end(draft, lease, gone.reason, now_ms, push=False)
                 return ()
             return (self._ledger.put(lease),)  # neither the store's clock decides, nor what others conclude
@@ -305,6 +307,15 @@ class Replicas:
         state = self._roster.engines.get(EngineId(beat.engine_id))
         if state is not None and state.elsewhere and state.engine.incarnation == beat.incarnation:
             state.hear_from_home(beat, now_ms, self._ledger.limits.suspect_after_ms)
+
+
+def _is_ours(lease: HeldLease) -> bool:
+    """Whether the store has to have the lease because this home says so: its lender is here, and said that it holds it.
+
+    Until it has presented what it holds, the rest is a copy still.
+    """
+    holder = lease.holder
+    return not holder.elsewhere and lease.generation >= (holder.generation if holder.presenting else holder.valid_from)
 
 
 def _again(state: EngineState) -> EnginePut:

@@ -154,7 +154,7 @@ class _Player:
 
     def _streamed(self, body: Body) -> Body:
         if self._rng.random() < 0.4:
-            return body
+            return dict(body)
         return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
     async def _ask(self, step: Step, body: Body, headers: dict[str, str]) -> None:
@@ -177,8 +177,9 @@ class _Player:
     async def _leave(self, step: Step, body: Body, headers: dict[str, str]) -> None:
         """The client goes away at some point of its turn."""
         self._judge.counts["clients that left"] += 1
-        sent = {**self._streamed(body), "max_tokens": 400} if self._rng.random() < 0.5 else self._streamed(body)
-        sent.pop("stop", None)
+        sent = self._streamed(body)
+        if self._rng.random() < 0.5:
+            sent |= {"max_tokens": 400, "stop": []}
         began_s = time.monotonic()
         async with self._gate.through():
             try:

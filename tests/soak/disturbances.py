@@ -103,7 +103,8 @@ class Disturbances:
 
     async def _pause(self) -> str:
         name, seconds = self._decode, self._rng.uniform(0.5, LONGEST_STOP_S)
-        mode = self._rng.choice(["keep", "wait"])
+        # vLLM cannot clear its cache while it keeps requests that wait for remote KV.
+        mode = self._rng.choice(["keep&clear_cache=false", "wait"])
         await self._post(name, f"/pause?mode={mode}")
         await asyncio.sleep(seconds)
         await self._post(name, "/resume")

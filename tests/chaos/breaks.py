@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from kvlease import cli
-from kvlease.registry.committer import Committer
 from kvlease.registry.replica import Replica
-from kvlease.registry.table_changes import Changes, Draft, LeaseGone, LeasePut, StoreChange
+from kvlease.registry.table_changes import Draft, LeaseGone, LeasePut, StoreChange
 from kvlease.registry.table_replicas import Replicas
 
 
@@ -46,19 +45,8 @@ def others_not_heard() -> None:
     Replicas._take_in = without  # type: ignore[method-assign]
 
 
-def acknowledged_before_stored() -> None:
-    """Callers hear of a change when it is made, not when the store has it."""
-
-    async def carry_out(self: Committer, changes: Changes) -> None:
-        if changes:
-            self.enqueue(changes)
-
-    Committer.carry_out = carry_out  # type: ignore[method-assign]
-
-
 BREAKS: Final[Mapping[str, Callable[[], None]]] = {
-    made.__name__: made
-    for made in (staleness_not_checked, ends_not_echoed, others_not_heard, acknowledged_before_stored)
+    made.__name__: made for made in (staleness_not_checked, ends_not_echoed, others_not_heard)
 }
 
 

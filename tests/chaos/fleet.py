@@ -29,6 +29,7 @@ from tests.nixl.messages import Fault, Transport
 STORE_PREFIX: Final = "/chaos/"
 STALENESS_MS: Final = 5_000
 ANSWER_S: Final = 5.0
+RECENT: Final = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class LenderNews:
         self.pid = 0
         self.wall_s = 0.0
         self.recent: list[str] = []
-        """Acknowledged of late, for those who ask for ends and renewals."""
+        """Acknowledged of late and not over, for those who ask for ends and renewals."""
         self.acknowledged = 0
 
     def take(self, line: Line) -> None:
@@ -94,7 +95,8 @@ class LenderNews:
             self._judge.publish_acknowledged(lease_id)
             self.acknowledged += 1
             self.recent.append(lease_id)
-        del self.recent[:-50]
+        over = {lease_id for lease_id, _ in line["ended"]}
+        self.recent = [lease_id for lease_id in self.recent[-RECENT:] if lease_id not in over]
         for lease_id, reason in line["ordered"]:
             self._judge.end_ordered(lease_id, reason)
         for lease_id, status in line["refused"]:

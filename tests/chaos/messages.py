@@ -19,7 +19,7 @@ class ChaosLenderSettings:
     seed: int
     turn_ms: int = 80
     """Between two turns."""
-    blocks: int = 200
+    blocks: int = 300
     block_bytes: int = 4_096
     slots: int = 256
 

@@ -53,6 +53,13 @@ async def test_a_replica_that_answers_without_contact_is_found_out() -> None:
     assert "after it lost the store" in said
 
 
+async def test_a_home_that_does_not_carry_out_ends_of_others_is_found_out() -> None:
+    broken = ("--break-registry", "ends_not_echoed", "--max-staleness-ms", "1000", "--only", "stop_borrower")
+    status, said = await chaos("--minutes", "0.25", "--seed", "3", *broken)
+    assert status == 1, said[-6_000:]
+    assert "acknowledged its end" in said or "lacks" in said
+
+
 async def test_a_borrower_that_does_not_read_seals_is_found_out() -> None:
     status, said = await chaos("--minutes", "0.5", "--seed", "1", "--break", "seal_not_read", "--only", "stop_borrower")
     assert status == 1, said[-6_000:]

@@ -44,6 +44,8 @@ class Result:
     settled_s: list[float] = field(default_factory=list)
     """How long after each round's faults all agreed."""
     figures: dict[str, Any] = field(default_factory=dict)
+    waited_for: str = ""
+    """What was seen last that did not agree."""
     stories: list[str] = field(default_factory=list)
     """What is known of leases that something was wrong with."""
 
@@ -74,7 +76,8 @@ async def run(settings: CampaignSettings, say: Callable[[str], None]) -> Result:
             end_s = time.monotonic() + settings.seconds
             while time.monotonic() < end_s and not (judge.findings and settings.stop_at_first):
                 await _round(parties, probes, faults, dice, settings, result, end_s)
-                say(f"round {result.rounds}: all agreed {result.settled_s[-1]:.1f} s after the faults")
+                waited = f"{result.settled_s[-1]:.1f} s after the faults; last seen before: {result.waited_for}"
+                say(f"round {result.rounds}: all agreed {waited}")
             for task in looking:
                 task.cancel()
             await asyncio.gather(*looking, return_exceptions=True)
@@ -126,7 +129,7 @@ async def _round(
 async def _settle(parties: Fleet, probes: Probes, result: Result, *, limit_s: float) -> None:
     """Wait until lenders and replicas agree; if they do not in time, say what differs."""
     began_s = time.monotonic()
-    judge = parties.judge
+    judge, result.waited_for = parties.judge, "nothing"
     while True:
         # The first look does not stop the turns: a fleet that agrees only when nothing happens would be no use.
         parties.tell_lenders("rest")
@@ -135,6 +138,9 @@ async def _settle(parties: Fleet, probes: Probes, result: Result, *, limit_s: fl
         after_s = time.monotonic() - began_s
         parties.note_deaths()
         silent = [name for name in parties.lender_names if name not in held]
+        unlike = [f"{name} is silent" for name in silent] + judge.differences(held, told)
+        if unlike:
+            result.waited_for = unlike[0]
         if not silent and judge.settled(held, told):
             result.settled_s.append(after_s)
             return

@@ -266,7 +266,7 @@ class Faults:
     # -- undoing --------------------------------------------------------------------------------------------------
 
     async def heal(self) -> None:
-        """Everything works again. Raises EtcdFailed."""
+        """Everything runs again, and nothing is in its way. Raises EtcdFailed, TimeoutError if something does not."""
         fleet = self._fleet
         await asyncio.to_thread(fleet.network.mend, fleet.network.cuts)
         for lines in fleet.lines.values():
@@ -281,6 +281,7 @@ class Faults:
             if member.stopped:
                 member.resume()
             member.start()
+        await fleet.up()
         self.tell_contact()
         self._note("all faults are over")
 

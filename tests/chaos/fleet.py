@@ -30,6 +30,8 @@ STORE_PREFIX: Final = "/chaos/"
 STALENESS_MS: Final = 5_000
 ANSWER_S: Final = 5.0
 RECENT: Final = 50
+START_S: Final = 60.0
+"""A Python process that imports gRPC and NIXL, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +309,24 @@ class Fleet:
             while news.answers != number and time.monotonic() < end_s:  # noqa: ASYNC110 - said by another process
                 await asyncio.sleep(0.02)
         return {name: news.held for name, news in self.lender_news.items() if news.answers == number}
+
+    async def up(self) -> None:
+        """Wait until what was started has come so far that it can be spoken to. Raises PartyFailed."""
+        async with asyncio.timeout(START_S):
+            for name, lender in self.lenders.items():
+                while lender.running and self.lender_news[name].pid != lender.pid:  # noqa: ASYNC110 - it says so
+                    await asyncio.sleep(0.05)
+            for name, replica in self.replicas.items():
+                while replica.running and not await self._listens(name):  # noqa: ASYNC110 - asked over the network
+                    await asyncio.sleep(0.05)
+
+    async def _listens(self, replica: str) -> bool:
+        try:
+            _, writer = await asyncio.open_connection(self.network.host(replica), self.ports[replica])
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     def tell_lenders(self, word: str) -> None:
         for party in self.lenders.values():

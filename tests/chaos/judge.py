@@ -153,7 +153,7 @@ class Judge:
 
         `held`: by lender, its leases and their hashes. `told`: by replica and lender the same, or why there is none.
         """
-        return not self._differences(held, told)
+        return not self.differences(held, told)
 
     def not_settled(
         self,
@@ -162,14 +162,15 @@ class Judge:
         told: Mapping[str, Mapping[str, Mapping[str, str]] | str],
     ) -> None:
         """The time is over, and they still do not agree."""
-        for sentence in self._differences(held, told):
+        for sentence in self.differences(held, told):
             self._find(f"{after_s:.1f} s after the faults: {sentence}")
 
-    def _differences(
+    def differences(
         self,
         held: Mapping[str, Mapping[str, str]],
         told: Mapping[str, Mapping[str, Mapping[str, str]] | str],
     ) -> list[str]:
+        """What does not agree, in sentences."""
         found: list[str] = []
         for replica, views in told.items():
             if isinstance(views, str):

@@ -6,7 +6,7 @@ The rules themselves are tested on the table; here they must arrive at the other
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -23,6 +23,8 @@ from kvlease.registry.errors import (
 )
 from kvlease.registry.server import RegistryServer
 from kvlease.registry.settings import NO_METRICS, RegistrySettings
+from kvlease.registry.store import MemoryStore
+from kvlease.registry.table_changes import StoreChange
 from kvlease.registry.values import (
     ConversationId,
     EndReason,
@@ -312,3 +314,38 @@ async def test_at_shutdown_lenders_are_told_to_go_elsewhere_and_new_ones_are_ref
         assert await lender.close() is grpc.StatusCode.OK
         async with asyncio.timeout(LIMIT_S):
             await stopping
+
+
+class HeldStore(MemoryStore):
+    """Takes nothing until it is let go, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+        self.go.set()
+        self.commits = 0
+
+    async def commit(self, changes: Sequence[StoreChange]) -> None:
+        self.commits += 1
+        await self.go.wait()
+        await super().commit(changes)
+
+
+async def test_messages_that_wait_for_a_slow_store_share_its_commits() -> None:
+    """One by one they would take as many round trips to it as there are messages, heartbeats waiting behind."""
+    store = HeldStore()
+    settings = RegistrySettings(listen="127.0.0.1:0", metrics_listen=NO_METRICS)
+    async with RegistryServer(settings, store=store) as server, raw_stub(server.endpoint) as stub:
+        lender = RawSession(stub)
+        await lender.start()
+        store.go.clear()
+        before, names = store.commits, [f"lease-{number}" for number in range(20)]
+        for name in names:
+            await lender.say(publish=pb.PublishBatch(leases=[lease(name, name, conversation=name)]))
+        async with asyncio.timeout(LIMIT_S), RegistryClient(server.endpoint) as client:
+            while len((await client.list_leases()).leases) < len(names):  # noqa: ASYNC110 - asked over the network
+                await asyncio.sleep(0)
+        store.go.set()
+        acks = [await lender.ack() for _ in names]
+        assert [x.results[0].lease_id for x in acks] == names
+        assert store.commits <= before + 2, "the one that was under way, and one for all that waited"

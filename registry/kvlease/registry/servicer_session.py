@@ -1,8 +1,9 @@
 """A lender's session on the wire: its messages in order to the service, the outbox back to the lender.
 
 Edge code without decisions: who may have a session, what a gap means and what a message does is the table's business.
-Two tasks for each session, the reader and the writer of the stream. The end of either ends both, and then the service
-is told that the session is gone.
+Tasks of each session: the reader and the writer of the stream, one that acknowledges, and one for each message that
+waits for the store. The end of reader or writer ends all, and then the service is told that the session is gone.
+Invariant: messages are applied in order, and acknowledged in order.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from kvlease.v1 import registry_pb2 as pb
 HELLO_WAIT_S: Final = 5.0
 """For the first message of a stream; whoever connects and says nothing does not keep a place."""
 
+PIPELINED: Final = 64
+"""Messages of one session that wait for the store at a time; further ones wait on the wire."""
+
+UnderWay = asyncio.Queue[tuple[int, asyncio.Task[Sequence[PublishResult] | KvleaseError]] | None]
 Requests = AsyncIterator[pb.SessionRequest]
 Write = Callable[[pb.SessionResponse], Awaitable[None]]
 
@@ -70,16 +75,53 @@ async def _greet(service: RegistryService, requests: Requests) -> Outbox:
 
 
 async def _read(service: RegistryService, requests: Requests, outbox: Outbox) -> None:
-    """Apply messages in order until the lender closes. What is wrong with one closes the outbox, and so the stream."""
-    try:
-        async for request in requests:
-            service.receive(outbox.session, request.seq)
-            outbox.ack(request.seq, await _apply(service, outbox, request))
-            if request.WhichOneof("message") == "goodbye":
-                break
+    """Apply messages in order until the lender closes. What is wrong with one closes the outbox, and so the stream.
+
+    A message does not wait for the store to have the one before it, so that many share a transaction when it is slow.
+    """
+    under_way: UnderWay = asyncio.Queue(PIPELINED)
+    fault: KvleaseError | None = None
+    async with asyncio.TaskGroup() as tasks:
+        acknowledging = tasks.create_task(_acknowledge(outbox, under_way), name="kvlease session acks")
+        try:
+            async for request in requests:
+                if acknowledging.done():
+                    break
+                service.receive(outbox.session, request.seq)
+                # Tasks start in the order in which they are made, and change the table before they first wait.
+                await under_way.put((request.seq, tasks.create_task(_attempt(service, outbox, request))))
+                if request.WhichOneof("message") == "goodbye":
+                    break
+        except KvleaseError as error:
+            fault = error
+        if not acknowledging.done():
+            await under_way.put(None)
+    fault = acknowledging.result() or fault
+    if fault is None:
         outbox.finish()
+    else:
+        outbox.close(fault)
+
+
+async def _acknowledge(outbox: Outbox, under_way: UnderWay) -> KvleaseError | None:
+    """Acknowledge in order what is done; the first error, after which nothing is."""
+    while (message := await under_way.get()) is not None:
+        seq, attempt = message
+        outcome = await attempt
+        if isinstance(outcome, KvleaseError):
+            outbox.close(outcome)
+            return outcome
+        outbox.ack(seq, outcome)
+    return None
+
+
+async def _attempt(
+    service: RegistryService, outbox: Outbox, request: pb.SessionRequest
+) -> Sequence[PublishResult] | KvleaseError:
+    try:
+        return await _apply(service, outbox, request)
     except KvleaseError as error:
-        outbox.close(error)
+        return error
 
 
 async def _apply(service: RegistryService, outbox: Outbox, request: pb.SessionRequest) -> Sequence[PublishResult]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvlease.connector.borrower import BorrowTerms, Wait
+from kvlease.connector.borrower import Ask, BorrowTerms, ComputeReason, Question, Wait
 from kvlease.connector.borrowing import ArrivedRequest, Borrowing
-from kvlease.connector.digests import fingerprint
+from kvlease.connector.digests import Chain, fingerprint
 from kvlease.connector.instruments import Instruments
 from kvlease.connector.journal import Journal
 from kvlease.connector.lending import FinishedTurn, Lending
@@ -33,11 +33,8 @@ from kvlease.registry.values import (
     EndReason,
     Engine,
     EngineId,
-    Hit,
     Incarnation,
     LeaseId,
-    Miss,
-    ResolveQuery,
 )
 
 from tests.bench.payloads import BLOCK_BYTES, BLOCK_TOKENS, NEXT_TURN_STRIDES, STRIDE_TOKENS
@@ -75,7 +72,7 @@ class Late(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeTurn:
-    """A finished turn, and the blocks that its request still holds."""
+    """A finished turn, and the blocks that its request was given."""
 
     finished: FinishedTurn
     blocks: Sequence[Any]
@@ -133,13 +130,14 @@ class Stage:
             clock=self._clock,
             instruments=instruments,
         )
+        self._terms: Final = BorrowTerms(
+            fingerprint_hash=self._fingerprint.hash,
+            block_tokens=BLOCK_TOKENS,
+            stride_tokens=STRIDE_TOKENS,
+            wait_ms=PATIENCE_MS,
+        )
         self.borrowing: Final = Borrowing(
-            BorrowTerms(
-                fingerprint_hash=self._fingerprint.hash,
-                block_tokens=BLOCK_TOKENS,
-                stride_tokens=STRIDE_TOKENS,
-                wait_ms=PATIENCE_MS,
-            ),
+            self._terms,
             hash_tokens=BLOCK_TOKENS,
             pool=self.pool,
             link=self.link,
@@ -150,7 +148,7 @@ class Stage:
     def open(self) -> None:
         """Starts the link and the lender's session. Raises Late."""
         self.link.start()
-        self._answers(ConversationId("nobody"), Miss)
+        self._answers(ConversationId("nobody"), ComputeReason.UNKNOWN)
         self.link.lend_as(self._engine)
 
     def close(self) -> None:
@@ -173,7 +171,9 @@ class Stage:
         conversation = after.finished.params.conversation if after else ConversationId(f"chat-{self._numbers}")
         params = RequestParams(tenant=DEFAULT_TENANT, conversation=conversation, ttl_ms=ttl_ms)
         ids = tuple(block.block_id for block in blocks)
-        finished = FinishedTurn(params=params, real_tokens=tokens, block_hashes=hashes, block_ids=(ids,))
+        finished = FinishedTurn(
+            params=params, real_tokens=tokens, block_hashes=hashes, block_ids=(ids,), held=(list(blocks),)
+        )
         return MadeTurn(finished=finished, blocks=blocks)
 
     def lend(self, turn: MadeTurn) -> LeaseId:
@@ -184,8 +184,10 @@ class Stage:
         return lease_id
 
     def give_back(self, turn: MadeTurn) -> None:
-        """The request that made this turn is gone; what is lent stays pinned."""
-        self.pool.free_blocks(reversed(turn.blocks))
+        """The request that made this turn is gone: what it still holds goes back to the pool, as vLLM does."""
+        (held,) = turn.finished.held
+        self.pool.free_blocks(reversed(held))
+        held.clear()
 
     def order_end(self, lease_id: LeaseId) -> None:
         """The registry wants this lease ended."""
@@ -207,7 +209,7 @@ class Stage:
 
     def published(self, turn: MadeTurn) -> None:
         """Returns when the registry resolves this turn. Raises Late."""
-        self._answers(turn.finished.params.conversation, Hit)
+        self._answers(turn.finished.params.conversation, ComputeReason.DIVERGED)  # a hit, for a chain without a stride
 
     def answer_is_here(self, to: str | None = None) -> None:
         """Returns when an answer of the registry waits for the engine's thread, or that to request `to` was taken.
@@ -220,15 +222,23 @@ class Stage:
 
         _until(here, "an answer to a resolve")
 
-    def _answers(self, conversation: ConversationId | None, wanted: type[Hit | Miss]) -> None:
-        query = ResolveQuery(tenant=DEFAULT_TENANT, conversation=conversation)
+    def _answers(self, conversation: ConversationId | None, wanted: ComputeReason) -> None:
+        ask = Ask(
+            request_id="look",
+            tenant=DEFAULT_TENANT,
+            conversation=conversation,
+            lease_id=None,
+            chain=Chain.of(b""),
+            prompt_tokens=0,
+        )
+        question = Question(ask=ask, terms=self._terms)
 
         def as_wanted() -> bool:
-            self.link.resolve("look", query)
+            self.link.resolve("look", question)
             self.answer_is_here()
-            return isinstance(self.link.answers.popleft().answer, wanted)
+            return self.link.answers.popleft().found is wanted
 
-        _until(as_wanted, f"the registry to answer {wanted.__name__} for {conversation}")
+        _until(as_wanted, f"the registry to answer {wanted} for {conversation}")
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

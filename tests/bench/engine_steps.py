@@ -30,7 +30,8 @@ BUDGET: Final = at_most(200.0)
 """Microseconds added to an engine step, p99."""
 STEPS_PER_FINISH: Final = 8
 """A decode batch of 32 whose answers have 256 tokens ends a request every eighth step."""
-LAPSES: Final = 8
+LAPSES: Final = {"1k": 4, "8k": 1, "24k": 1}
+"""Leases that lapse in one step at most, by size."""
 REUSED_BLOCKS: Final = 25
 """What a step of a busy batch takes from the pool."""
 MODEL_S: Final = 0.002
@@ -60,8 +61,8 @@ class Timed:
         return result
 
     def figures(self, budget: Budget | None = BUDGET) -> list[Figure]:
-        """p50 for information, p99 against the budget; the quartiles are those of all calls."""
-        return [self._figure("p50", 0.5, None), self._figure("p99", 0.99, budget)]
+        """p50 for information, p99 against the budget; the quartiles are those of all calls. None without a call."""
+        return [] if not self._wall_us else [self._figure("p50", 0.5, None), self._figure("p99", 0.99, budget)]
 
     def _figure(self, which: str, share: float, budget: Budget | None) -> Figure:
         return Figure(
@@ -86,6 +87,7 @@ def lender_hooks(stage: Stage, effort: Effort) -> list[Figure]:
     for size, tokens in TOKENS.items():
         finish = Timed(HOOKS, f"a {size}-token turn is lent")
         order = Timed(HOOKS, f"service, a {size}-token lease ended by order")
+        back = Timed(HOOKS, f"service, more blocks of that {size}-token lease go back")
         for _ in range(few):
             turn = stage.turn(tokens)
             lease_id = finish(stage.lending.finished, turn.finished)
@@ -93,8 +95,20 @@ def lender_hooks(stage: Stage, effort: Effort) -> list[Figure]:
             stage.give_back(turn)
             stage.order_end(lease_id)
             order(stage.lending.service)
-        figures += finish.figures() + order.figures()
-    return figures + _supersede(stage, few) + _lapse(stage, few) + _pressure(stage, few)
+            _settle(stage, back)
+        figures += finish.figures() + order.figures() + back.figures()
+    for size, leases in LAPSES.items():
+        figures += _lapse(stage, few, size, leases)
+    return figures + _supersede(stage, few) + _reuse(stage, few) + _pressure(stage, few)
+
+
+def _settle(stage: Stage, back: Timed | None = None) -> None:
+    """Steps until the pool has everything back."""
+    while stage.lending.owed_blocks:
+        if back is None:
+            stage.lending.service()
+        else:
+            back(stage.lending.service)
 
 
 def _supersede(stage: Stage, count: int) -> list[Figure]:
@@ -109,24 +123,37 @@ def _supersede(stage: Stage, count: int) -> list[Figure]:
         stage.give_back(later)
         stage.order_end(lease_id)
         stage.lending.service()
+        _settle(stage)
     return finish.figures()
 
 
-def _lapse(stage: Stage, count: int) -> list[Figure]:
-    """Deadlines pass, then the pool hands the blocks out again."""
-    lapse = Timed(HOOKS, f"service, {LAPSES} {HELD}-token leases lapse")
+def _lapse(stage: Stage, count: int, size: str, leases: int) -> list[Figure]:
+    """Deadlines pass."""
+    lapse = Timed(HOOKS, f"service, {leases} {size}-token leases lapse")
+    for _ in range(count):
+        for _ in range(leases):
+            stage.lend(stage.turn(TOKENS[size], ttl_ms=0))
+        lapse(stage.lending.service)
+        _settle(stage)
+        stage.pool.free_blocks(reversed(stage.pool.get_new_blocks(stage.pool.get_num_free_blocks())))
+    return lapse.figures()
+
+
+def _reuse(stage: Stage, count: int) -> list[Figure]:
+    """The pool hands blocks of lapsed leases out."""
     reuse = Timed(HOOKS, f"get_new_blocks, {REUSED_BLOCKS} of lapsed leases")
     plain = Timed(HOOKS, f"get_new_blocks, {REUSED_BLOCKS} of no lease")
     for _ in range(count):
-        rest = stage.pool.get_new_blocks(stage.pool.get_num_free_blocks() - LAPSES * TOKENS[HELD] // BLOCK_TOKENS)
-        for _ in range(LAPSES):
+        rest = stage.pool.get_new_blocks(stage.pool.get_num_free_blocks() - TOKENS["8k"] // BLOCK_TOKENS)
+        for _ in range(TOKENS["8k"] // TOKENS[HELD]):
             stage.lend(stage.turn(TOKENS[HELD], ttl_ms=0))
-        lapse(stage.lending.service)
+            stage.lending.service()
+        _settle(stage)
         taken = reuse(stage.pool.get_new_blocks, REUSED_BLOCKS)
         others = stage.pool.get_new_blocks(stage.pool.get_num_free_blocks())
         stage.pool.free_blocks([*reversed(rest), *others, *taken])
         stage.pool.free_blocks(plain(stage.pool.get_new_blocks, REUSED_BLOCKS))
-    return lapse.figures() + reuse.figures() + plain.figures(None)
+    return reuse.figures() + plain.figures(None)
 
 
 def _pressure(stage: Stage, count: int) -> list[Figure]:
@@ -135,7 +162,9 @@ def _pressure(stage: Stage, count: int) -> list[Figure]:
     for _ in range(count):
         before = len(stage.lending)
         assert room(stage.lending.give_way, wanted)
-        for _ in range(before - len(stage.lending)):
+        ended = before - len(stage.lending)
+        _settle(stage)
+        for _ in range(ended):
             stage.lend(stage.turn(TOKENS[HELD]))
     return room.figures()
 
@@ -178,6 +207,7 @@ def steps(stage: Stage, effort: Effort) -> list[Figure]:
         if turn is not None:
             stage.give_back(turn)
             stage.lending.give_way(len(turn.blocks))
+            _settle(stage)
     prefill = Timed(STEPS, "prefill: service three times, one 8k-token prompt arrives, one is admitted")
     lent = stage.turn(TOKENS["8k"])
     stage.lend(lent)

@@ -24,7 +24,8 @@ async def serve() -> None:
     try:
         agent = open_agent("bench-lender", [(table.address, table.size, 0, "")])
         value, record_hash = secrets.randbits(63) | 1, secrets.token_bytes(HASH_BYTES)
-        table.write(0, value, record_hash)
+        table.write_hash(0, record_hash)
+        table.write_value(0, value)
         say(
             {
                 "metadata": agent.get_agent_metadata().hex(),

@@ -19,7 +19,7 @@ from typing import Final
 
 from kvlease.connector.borrower import Ask, ComputeReason, Read
 from kvlease.connector.link import Answer
-from kvlease.registry.values import DEFAULT_TENANT, Hit, Miss
+from kvlease.registry.values import DEFAULT_TENANT
 
 from tests.chaos.lender import open_link
 from tests.chaos.messages import ChaosBorrowerSettings, Turns, to_line
@@ -111,23 +111,20 @@ class ChaosBorrower:
             tenant=DEFAULT_TENANT,
             conversation=None,
             lease_id=offer.lease_id if self._random.random() < 0.5 else None,
-            digests=content.digest_chain(prompt),
+            chain=content.digest_chain(prompt),
             prompt_tokens=prompt.blocks * BLOCK_TOKENS,
         )
-        query = self._borrower.begin(ask, now_ms())
-        if query is None:
+        question = self._borrower.begin(ask, now_ms())
+        if question is None:
             self._compute(request_id, ComputeReason.SHORT_PROMPT)
             return
         self._asking[request_id] = prompt
-        self._registry.resolve(request_id, query)
+        self._registry.resolve(request_id, question)
 
     def _answered(self, answer: Answer) -> None:
         request_id, prompt = answer.request_id, self._asking.pop(answer.request_id)
-        if isinstance(answer.answer, Hit | Miss):
-            self._borrower.answered(request_id, answer.answer)
-            self._borrower.probed(request_id, reachable=answer.reachable)
-        else:
-            self._borrower.failed(request_id, answer.answer)
+        self._borrower.answered(request_id, answer.found)
+        self._borrower.probed(request_id, reachable=answer.reachable)
         skipped = self._random.randrange(3) if self._random.random() < 0.3 else 0
         decision = self._borrower.decide(request_id, skipped * BLOCK_TOKENS, now_ms())
         self._borrower.forget(request_id)

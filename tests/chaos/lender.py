@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from kvlease.connector.journal import Journal
@@ -28,6 +29,7 @@ from kvlease.connector.record import record_hash
 from kvlease.connector.seal_table import SealTable, sweep
 from kvlease.connector.settings import ConnectorSettings
 from kvlease.registry.clock import SystemClock
+from kvlease.registry.lender_session import LenderSession
 from kvlease.registry.telemetry import configure_tracing
 from kvlease.registry.values import (
     ConversationId,
@@ -104,15 +106,18 @@ class LendingToRegistry(Lending):
 
     def tell(self, effect: Effect) -> None:
         match effect:
-            case AnnounceEnded():
-                self.link.ended(effect.lease_id, effect.reason)
-                self.news.ended.append((effect.lease_id, effect.reason.value))
-            case AnnounceLapsed():
-                self.link.lapsed(effect.lease_id)
-            case AnnounceRenewed():
-                self.link.renewed(effect.lease_id, effect.deadline_ms)
-            case RefuseRenewal():
-                self.link.refuse_renewal(effect.lease_id, effect.status)
+            case AnnounceEnded(lease_id=lease_id, reason=reason):
+                self.say(lambda session: session.ended(lease_id, reason))
+                self.news.ended.append((lease_id, reason.value))
+            case AnnounceLapsed(lease_id=lease_id):
+                self.say(lambda session: session.lapsed(lease_id))
+            case AnnounceRenewed(lease_id=lease_id, deadline_ms=deadline_ms):
+                self.say(lambda session: session.renewed(lease_id, deadline_ms))
+            case RefuseRenewal(lease_id=lease_id, status=status):
+                self.say(lambda session: session.refuse_renewal(lease_id, status))
+
+    def say(self, action: Callable[[LenderSession], None]) -> None:
+        self.link.call(self.link.with_session, action)
 
 
 class ChaosLender(Lender):
@@ -149,7 +154,15 @@ class ChaosLender(Lender):
         return made
 
     def engine_params(self, generations: list[int]) -> bytes:
-        return json.dumps({"generations": generations, "remote_host": "lender", "remote_port": 1}).encode()
+        return json.dumps(
+            {
+                "generations": generations,
+                "remote_engine_id": self._chaos.engine,
+                "remote_request_id": "kvl:lease",
+                "remote_host": "lender",
+                "remote_port": 1,
+            }
+        ).encode()
 
     def run(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
@@ -214,7 +227,7 @@ class ChaosLender(Lender):
     def _announced(self, publication: Publication) -> None:
         super()._announced(publication)
         self._hashes[publication.lease_id] = record_hash(publication.record).hex()[:HASH_SHOWN]
-        self._link.publish(publication)
+        self._link.call(self._link.with_session, lambda session: session.publish(publication))
 
     def _do_orders(self) -> None:
         holder, carry_out = self._lending.holder, self._lending.carry_out
@@ -228,7 +241,8 @@ class ChaosLender(Lender):
             else:
                 carry_out(holder.keep_promise(lease_id, promised_ms, now_ms()))
         carry_out(holder.tick(now_ms()))
-        self._link.pool(self._pool.free_blocks, self._chaos.blocks)
+        free = self._pool.free_blocks
+        self._link.call(self._link.with_session, lambda session: session.pool(free, self._chaos.blocks))
 
     def _break_from_elsewhere(self, lease_id: LeaseId) -> bool:
         slot = self._lending.holder.slot_of(lease_id)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvlease.connector.lender_effects import AnnounceLapsed, Unpin
+from kvlease.connector.lender_effects import Unpin
 from kvlease.connector.plugin import NixlConnector as Connector
 from kvlease.connector.prover import ReadSeals, Release
 from kvlease.connector.vllm_metadata import attach_orders, attached_orders
@@ -84,13 +84,9 @@ class _FaultyOrders:
     def carry_out(self, effects: Any) -> None:
         """A lapse of a marked lease registers a closure that ends this lease alone; the last one on a block wins."""
         lending = self._scheduler._lending
-        for effect, following in zip(effects, [*effects[1:], None], strict=True):
-            if (
-                isinstance(effect, Unpin)
-                and isinstance(following, AnnounceLapsed)
-                and following.lease_id in self._alone
-            ):
-                lease_id = following.lease_id
+        for effect in effects:
+            if isinstance(effect, Unpin) and effect.lease_id in self._alone:
+                lease_id = effect.lease_id
                 lending._pool.unpin_blocks(
                     reversed(lending._blocks(effect.blocks)),
                     lambda _, lease_id=lease_id: self.carry(lending._holder.end(lease_id, EndReason.REUSED)),

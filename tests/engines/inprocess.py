@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from tests.engines.model import model_dir
 
 Params = Mapping[str, object]
 OUTPUT_TOKEN: Final = 7
+TOLD_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,10 @@ class Desk:
         return sum(any(self.table.read(slot)[:VALUE_BYTES]) for slot in range(self.table.slots))
 
     def count(self, metric: Metric, **labels: str) -> float:
-        """A counter of the connector; 0 if it was never touched."""
+        """A counter of the connector, once its thread has done what it was given; 0 if it was never touched."""
+        link, done = self.side._link, threading.Event()
+        link.call(done.set)
+        assert link._ended or done.wait(TOLD_S), "the connector's thread hangs"
         return self.side._instruments.registry.get_sample_value(metric.name, labels) or 0.0
 
     def add(
@@ -325,19 +330,23 @@ def hit(
     import json
 
     from kvlease.connector import digests
-    from kvlease.connector.link import Answer
+    from kvlease.connector.borrower import Ask, Question
+    from kvlease.connector.link import Answer, judged
     from kvlease.connector.record import RecordContent, encode
     from kvlease.connector.seal import SealRef
     from kvlease.registry.values import DEFAULT_TENANT, EngineId, Hit, Incarnation, LeaseId, LeaseState
 
     identity = desk.side._identity
-    chain = digests.chain(
-        digests.seed(identity.fingerprint.hash, DEFAULT_TENANT, adapter),
-        request.block_hashes,
-        hash_tokens=identity.hash_tokens,
-        stride_tokens=identity.stride_tokens,
-        tokens=strides * identity.stride_tokens,
-    )
+
+    def made(tokens: int) -> digests.Chain:
+        return digests.chain(
+            digests.seed(identity.fingerprint.hash, DEFAULT_TENANT, adapter),
+            request.block_hashes,
+            hash_tokens=identity.hash_tokens,
+            stride_tokens=identity.stride_tokens,
+            tokens=tokens,
+        )
+
     content = RecordContent(
         lease_id=LeaseId("lease"),
         engine_id=EngineId(lender),
@@ -351,19 +360,23 @@ def hit(
         seals=(SealRef(pp_rank=0, tp_rank=0, address=4_096, value=1),),
         engine_params=json.dumps(dict(engine_params)).encode(),
     )
-    desk.side._link.answers.append(
-        Answer(
-            request_id=request.request_id,
-            answer=Hit(
-                lease_id=content.lease_id,
-                engine_id=content.engine_id,
-                incarnation=content.incarnation,
-                conversation=None,
-                record=encode(content, chain),
-                matched_strides=strides,
-                state=LeaseState.LIVE,
-                remaining_ms=1_000,
-            ),
-            reachable=True,
-        )
+    answer = Hit(
+        lease_id=content.lease_id,
+        engine_id=content.engine_id,
+        incarnation=content.incarnation,
+        conversation=None,
+        record=encode(content, made(strides * identity.stride_tokens).digests),
+        matched_strides=strides,
+        state=LeaseState.LIVE,
+        remaining_ms=1_000,
     )
+    asked = Ask(
+        request_id=request.request_id,
+        tenant=DEFAULT_TENANT,
+        conversation=None,
+        lease_id=None,
+        chain=made(request.num_prompt_tokens),
+        prompt_tokens=request.num_prompt_tokens,
+    )
+    found = judged(Question(ask=asked, terms=desk.side._borrowing._terms), answer)
+    desk.side._link.answers.append(Answer(request_id=request.request_id, found=found, reachable=True))

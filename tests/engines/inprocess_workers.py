@@ -95,7 +95,8 @@ class Pair:
             engine_params=b"{}",
         )
         expected = record_hash(encode(content, bytes(16 * len(blocks))))
-        self.table.write(slot, seal.value, expected)
+        self.table.write_hash(slot, expected)
+        self.table.write_value(slot, seal.value)
         proof = Proof(seal=seal, record_hash=expected)
         return LoadOrder(incarnation=self.incarnation, proofs=(proof,)), expected
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="the contract is vLLM's: install the engines (make engines-venv)")
 
+import torch
+from kvlease.connector.vllm_cache import blocks_of
 from kvlease.connector.weights import HARMLESS
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -24,11 +27,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import abstract, multiproc_executor, uniproc_executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 pytestmark = pytest.mark.engines
@@ -36,6 +42,17 @@ pytestmark = pytest.mark.engines
 
 def pool(blocks: int = 8) -> BlockPool:
     return BlockPool(num_gpu_blocks=blocks, enable_caching=False, hash_block_size=32)
+
+
+def cache_manager() -> tuple[KVCacheManager, BlockPool]:
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    config = KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layer_names=["a"], kv_cache_spec=spec)]
+    )
+    manager = KVCacheManager(
+        config, max_model_len=256, scheduler_block_size=32, hash_block_size=32, enable_caching=False
+    )
+    return manager, manager.block_pool
 
 
 def in_order(source: str, names: Sequence[str]) -> bool:
@@ -91,6 +108,33 @@ def test_nothing_but_the_hand_out_takes_blocks_from_the_free_queue() -> None:
     takers = re.findall(r"free_block_queue\.(popleft\w*)\(", source)
     assert sorted(takers) == ["popleft", "popleft_n"], "once for the null block, once in get_new_blocks"
     assert "popleft_n" in inspect.getsource(BlockPool.get_new_blocks)
+
+
+def test_what_is_taken_out_of_a_requests_list_is_not_given_back_with_it() -> None:
+    """A lease takes a finished request's references over instead of taking as many of its own."""
+    manager, pages = cache_manager()
+    held = pages.get_new_blocks(5)
+    (group,) = manager.coordinator.single_type_managers
+    group.req_to_blocks["r"] = list(held)
+    (listed,) = blocks_of(manager, "r")
+    del listed[:3]
+    free = pages.get_num_free_blocks()
+    manager.free(SimpleNamespace(request_id="r"))
+    assert [block.ref_cnt for block in held] == [1, 1, 1, 0, 0]
+    assert pages.get_num_free_blocks() == free + 2
+    assert blocks_of(manager, "r") == ([],), "nothing is left to be freed twice"
+    pages.free_blocks(held[:3])
+    assert pages.get_num_free_blocks() == free + 5
+
+
+def test_a_finished_request_is_told_of_right_before_its_blocks_are_freed() -> None:
+    source = inspect.getsource(Scheduler._free_request)
+    assert in_order(
+        source, ["_connector_finished(", "delay_free_blocks |= connector_delay_free_blocks", "_free_blocks("]
+    )
+    for freeing in (KVCacheManager.free, KVCacheManager.pop_blocks_for_free):
+        assert "self.coordinator." in inspect.getsource(freeing)
+    assert "req_to_blocks.pop(request_id" in inspect.getsource(SingleTypeKVCacheManager.pop_blocks_for_free)
 
 
 def test_a_worker_learns_of_a_block_only_after_its_hand_out() -> None:

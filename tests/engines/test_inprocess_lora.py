@@ -55,7 +55,7 @@ def asked(borrower: Desk, name: str, adapter: Any | None) -> bytes:
     """The digests that a prompt asks with."""
     borrower.add(name, PROMPT, kvlease={"conversation": "c"}, lora=adapter)
     borrow = borrower.side._borrowing._core._borrows.get(name)
-    return b"" if borrow is None else bytes(borrow.ask.digests)
+    return b"" if borrow is None else bytes(borrow.ask.chain.digests)
 
 
 @pytest.fixture

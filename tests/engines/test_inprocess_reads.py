@@ -78,7 +78,7 @@ def test_loads_good_broken_and_impossible(workers: Pair) -> None:
     assert workers.outcome("broken").reason is ComputeReason.SEAL_BROKEN
 
     other, _ = workers.order(2, [6])
-    workers.table.write(2, other.proofs[0].seal.value, bytes(24))
+    workers.table.write_hash(2, bytes(24))
     workers.start("mixed-up", other, [6], [2])
     assert workers.outcome("mixed-up").reason is ComputeReason.SEAL_OTHER_RECORD
 

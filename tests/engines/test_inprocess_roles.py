@@ -25,7 +25,7 @@ PROMPT = tokens(10 * BLOCK_TOKENS)
 def test_an_engine_of_both_roles_serves_its_own_lease_from_its_cache_or_computes(cached: bool) -> None:
     with desk(DeskSettings(role="kv_both", prefix_caching=cached)) as engine:
         engine.add("first", PROMPT, kvlease={"conversation": "c"})
-        engine.side._link.answers.append(Answer(request_id="first", answer=ComputeReason.UNKNOWN))
+        engine.side._link.answers.append(Answer(request_id="first", found=ComputeReason.UNKNOWN))
         engine.run()
         assert engine.leases == 1
         request = engine.add("second", [*PROMPT, *tokens(40, seed=2)], kvlease={"conversation": "c"})

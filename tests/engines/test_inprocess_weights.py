@@ -170,8 +170,7 @@ def test_changed_weights_are_lent_again_once_they_have_a_name(lender: Desk) -> N
     after = lender.side._identity.fingerprint
     assert before.differences(after) == ("weights_version",)
     assert dict(after.fields)["weights_version"] == "0, step-17"
-    [held] = lender.side._lending._holder._held.values()
-    assert held.publication.fingerprint_hash == after.hash
+    assert lender.side._lending._holder._terms.fingerprint_hash == after.hash
 
 
 def test_a_turn_that_ran_across_the_change_is_not_lent(lender: Desk) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvlease.connector.digests import Chain
 from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import (
     Announce,
@@ -100,7 +101,7 @@ class HoldingLender:
             lease_id=LeaseId(lease_id),
             tenant=DEFAULT_TENANT,
             conversation=None,
-            digests=digests(lease_id),
+            chain=Chain.of(digests(lease_id)),
             block_ids=((len(self.holder),),),
             engine_params=b"{}",
         )
@@ -132,7 +133,7 @@ class HoldingLender:
         for effect in effects:
             match effect:
                 case Announce():
-                    self.session.publish(effect.publication)
+                    self.session.publish(effect.draft.publication())
                 case AnnounceRenewed():
                     self.session.renewed(effect.lease_id, effect.deadline_ms)
                 case AnnounceLapsed():

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvlease.connector.borrower import Ask, BorrowTerms, ComputeReason, Question
+from kvlease.connector.digests import Chain
 from kvlease.connector.journal import Journal
 from kvlease.connector.link import Link
 from kvlease.connector.probe import LenderProbe, Peer
@@ -18,7 +20,7 @@ from kvlease.registry.clock import SystemClock
 from kvlease.registry.server import RegistryServer
 from kvlease.registry.settings import NO_METRICS, RegistrySettings
 from kvlease.registry.telemetry import configure_tracing
-from kvlease.registry.values import DEFAULT_TENANT, Engine, EngineId, Hit, Incarnation, LeaseId, ResolveQuery
+from kvlease.registry.values import DEFAULT_TENANT, Engine, EngineId, Incarnation, LeaseId
 from kvlease.router.server import RouterServer
 
 from tests.integration.certificates import Authority, Files
@@ -28,7 +30,19 @@ from tests.integration.router_peers import LIMIT_S, fleet, sample, url
 from tests.integration.router_peers import Engine as HttpEngine
 
 ENGINE = ("kvlease://lender/d0", "kvlease://borrower/d0")
-QUERY = ResolveQuery(tenant=DEFAULT_TENANT, lease_id=LeaseId("a"))
+QUESTION = Question(
+    ask=Ask(
+        request_id="r",
+        tenant=DEFAULT_TENANT,
+        conversation=None,
+        lease_id=LeaseId("a"),
+        chain=Chain.of(b""),
+        prompt_tokens=1,
+    ),
+    terms=BorrowTerms(fingerprint_hash=b"", block_tokens=16, stride_tokens=64),
+)
+FOUND = ComputeReason.RECORD_INVALID
+"""The lease is there; its record is none that an engine would have made."""
 
 
 class OpenSideChannel:
@@ -66,11 +80,11 @@ async def test_an_engine_lends_and_borrows_by_its_certificate(tmp_path: Path) ->
         opened.start()
         try:
             opened.lend_as(Engine(engine_id=EngineId("d0"), incarnation=Incarnation(b"i" * 16)))
-            opened.publish(publication("a"))
+            opened.call(opened.with_session, lambda session: session.publish(publication("a")))
 
             def is_lent() -> bool:
-                opened.resolve("r", QUERY)
-                return any(isinstance(x.answer, Hit) for x in opened.answers)
+                opened.resolve("r", QUESTION)
+                return any(x.found is FOUND for x in opened.answers)
 
             await until(is_lent, "the lease")
         finally:
@@ -84,9 +98,9 @@ async def test_an_engine_that_is_refused_says_so_and_computes(tmp_path: Path, ca
         opened.start()
         try:
             opened.lend_as(Engine(engine_id=EngineId("d0"), incarnation=Incarnation(b"i" * 16)))
-            opened.resolve("r", QUERY)
+            opened.resolve("r", QUESTION)
             await until(lambda: bool(opened.answers), "an answer")
-            assert not isinstance(opened.answers[0].answer, Hit)
+            assert opened.answers[0].found is not FOUND
             await until(lambda: "refuses this lender (PERMISSION_DENIED)" in caplog.text, "the log to tell")
         finally:
             await asyncio.to_thread(opened.close)

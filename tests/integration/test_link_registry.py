@@ -6,6 +6,7 @@ Real sockets; the engine's part is played by calls as the engine's thread makes 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from kvlease.connector.journal import Journal
 from kvlease.connector.link import Link
@@ -13,6 +14,7 @@ from kvlease.connector.probe import LenderProbe, Peer
 from kvlease.connector.settings import ConnectorSettings
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.clock import SystemClock
+from kvlease.registry.lender_session import LenderSession
 from kvlease.registry.server import RegistryServer
 from kvlease.registry.settings import NO_METRICS, RegistrySettings
 from kvlease.registry.telemetry import configure_tracing
@@ -80,7 +82,8 @@ async def test_an_idle_lenders_lease_is_renewed_by_the_link() -> None:
         try:
             link.lend_as(ENGINE)
             for name in ("promised", "refused"):
-                link.publish(lease(name, OLD, clock.now_ms()))
+                made = lease(name, OLD, clock.now_ms())
+                link.call(link.with_session, lambda session, made=made: session.publish(made))
 
             async def held() -> bool:
                 return len((await client.list_leases()).leases) == 2
@@ -105,6 +108,9 @@ async def test_a_lender_with_new_weights_says_so_and_goes_on_lending() -> None:
         probe = LenderProbe(NoSideChannel(), clock, settings.probe_ms)
         link = Link(settings, clock, Journal(configure_tracing("test")), probe)
 
+        def tell(action: Callable[[LenderSession], None]) -> None:
+            link.call(link.with_session, action)
+
         async def ask(fingerprint: Fingerprint) -> Hit | Miss:
             return await client.resolve(
                 ResolveQuery(
@@ -120,11 +126,11 @@ async def test_a_lender_with_new_weights_says_so_and_goes_on_lending() -> None:
         link.start()
         try:
             link.lend_as(ENGINE)
-            link.publish(lease("before", OLD, clock.now_ms()))
+            tell(lambda session: session.publish(lease("before", OLD, clock.now_ms())))
             await eventually(lambda: found(OLD, "before"), "the first lease")
-            link.ended(LeaseId("before"), EndReason.WEIGHTS_CHANGED)
+            tell(lambda session: session.ended(LeaseId("before"), EndReason.WEIGHTS_CHANGED))
             link.lend_as(dataclasses.replace(ENGINE, fingerprint=NEW))
-            link.publish(lease("after", NEW, clock.now_ms()))
+            tell(lambda session: session.publish(lease("after", NEW, clock.now_ms())))
             await eventually(lambda: found(NEW, "after"), "the lease under the new fingerprint")
             miss = await ask(OLD)
             assert isinstance(miss, Miss)

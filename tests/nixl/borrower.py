@@ -101,13 +101,13 @@ class BorrowerProcess:
             common = prompt.fork if prompt.variant else prompt.blocks
             prompt = prompt.forked(self._random.randrange(common), OWN_VARIANT + self._number)
         prompt = prompt.longer(2)
-        self._borrower.begin(
+        question = self._borrower.begin(
             Ask(
                 request_id=request_id,
                 tenant=DEFAULT_TENANT,
                 conversation=None,
                 lease_id=offer.lease_id,
-                digests=content.digest_chain(prompt),
+                chain=content.digest_chain(prompt),
                 prompt_tokens=prompt.blocks * BLOCK_TOKENS,
             ),
             now_ms(),
@@ -122,8 +122,9 @@ class BorrowerProcess:
             state=LeaseState.LIVE,
             remaining_ms=0,
         )
-        self._borrower.answered(request_id, hit)
-        self._borrower.probed(request_id, reachable=True)
+        if question is not None:
+            self._borrower.answered(request_id, question.judge(hit))
+            self._borrower.probed(request_id, reachable=True)
         skipped = self._random.randrange(3) if self._random.random() < 0.3 else 0
         decision = self._borrower.decide(request_id, skipped * BLOCK_TOKENS, now_ms())
         self._borrower.forget(request_id)

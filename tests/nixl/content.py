@@ -59,7 +59,7 @@ def block_hashes(prompt: Prompt) -> tuple[bytes, ...]:
     return tuple(_prefix_hash(prompt.conversation, prompt.fork, prompt.variant, i) for i in range(prompt.blocks))
 
 
-def digest_chain(prompt: Prompt) -> bytes:
+def digest_chain(prompt: Prompt) -> digests.Chain:
     """The digests of the prompt's whole strides."""
     return digests.chain(
         _SEED,

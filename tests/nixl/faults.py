@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from kvlease.connector.borrower import Borrower, BorrowTerms, Decision, Read
 from kvlease.connector.lender import LeaseHolder
-from kvlease.connector.lender_effects import AnnounceLapsed, Effect
+from kvlease.connector.lender_effects import Effect
 from kvlease.connector.loan import LenderTerms, Loan
 from kvlease.connector.prover import Prover, ReadSeals, Release
 from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.seal import SLOT_BYTES, VALUE_BYTES, Proof, pack_value
 from kvlease.connector.seal_table import SealTable
-from kvlease.registry.values import EndReason, Publication
+from kvlease.registry.values import EndReason, LeaseId, Publication
 
 from tests.nixl.lending import Lending
 from tests.nixl.messages import Fault
@@ -55,9 +55,8 @@ class LateBreaks(Lending):
 class CallbackPerLease(Lending):
     """Gives the pool a callback for each lease; the pool keeps only the last one of a block."""
 
-    def callback(self, effects: Sequence[Effect]) -> OnReuse:
-        lapsed = next(effect.lease_id for effect in effects if isinstance(effect, AnnounceLapsed))
-        return lambda block: self.carry_out(self.holder.end(lapsed, EndReason.REUSED))
+    def callback(self, lease_id: LeaseId) -> OnReuse:
+        return lambda block: self.carry_out(self.holder.end(lease_id, EndReason.REUSED))
 
 
 class SealNotRead(Prover):

@@ -267,7 +267,7 @@ class Lender:
             lease_id=lease_id,
             tenant=DEFAULT_TENANT,
             conversation=conversation,
-            digests=content.digest_chain(prompt),
+            chain=content.digest_chain(prompt),
             block_ids=(blocks,),
             engine_params=self.engine_params([self._generations[block] for block in blocks]),
             ttl_ms=ttl_ms,

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import Announce, BreakSeal, Effect, Free, Pin, Unpin, WriteSeal
+from kvlease.connector.record import record_hash
 from kvlease.connector.seal_table import SealTable
-from kvlease.registry.values import Publication
+from kvlease.registry.values import LeaseId, Publication
 
 from tests.nixl.pool import OnReuse, Pool
 
@@ -28,19 +29,21 @@ class Lending:
         self._announced = announced
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
-        for index, effect in enumerate(effects):
+        for effect in effects:
             match effect:
                 case Pin(blocks=blocks):
                     self.pool.touch(blocks)
                 case Free(blocks=blocks):
                     self.pool.free(blocks[::-1])
-                case Unpin(blocks=blocks):
-                    self.pool.unpin(blocks[::-1], self.callback(effects[index:]))
-                case WriteSeal(slot=slot, value=value, record_hash=record_hash):
-                    self.table.write(slot, value, record_hash)
+                case Unpin(lease_id=lease_id, blocks=blocks):
+                    self.pool.unpin(blocks[::-1], self.callback(lease_id))
+                case WriteSeal(slot=slot, value=value):
+                    self.table.write_value(slot, value)
                 case BreakSeal(slot=slot):
                     self.break_seal(slot)
-                case Announce(publication=publication):
+                case Announce(draft=draft):
+                    publication = draft.publication()
+                    self.table.write_hash(draft.slot, record_hash(publication.record))
                     self._announced(publication)
                 case _:
                     self.tell(effect)
@@ -48,8 +51,9 @@ class Lending:
     def tell(self, effect: Effect) -> None:
         """What the registry would be told beside new publications."""
 
-    def callback(self, effects: Sequence[Effect]) -> OnReuse:
-        """What the pool calls when a block of the lease that `effects` unpins is handed out."""
+    def callback(self, lease_id: LeaseId) -> OnReuse:
+        """What the pool calls when a block of this lease, which has lapsed, is handed out."""
+        del lease_id
         return self._on_reuse
 
     def break_seal(self, slot: int) -> None:

@@ -57,7 +57,8 @@ def outcome(reader: SealReader, read: SealRead) -> SealReadState:
 
 def test_each_read_brings_the_slot_as_it_was_then(agent: Agent, table: SealTable) -> None:
     reader = reader_of(agent, 2)
-    table.write(2, 71, HASH)
+    table.write_hash(2, HASH)
+    table.write_value(2, 71)
     for expected in (pack_value(71) + HASH, pack_value(0) + HASH):
         read = reader.post(NAME, seal(table, 2, 71))
         assert outcome(reader, read) is SealReadState.DONE
@@ -69,7 +70,8 @@ def test_each_read_brings_the_slot_as_it_was_then(agent: Agent, table: SealTable
 def test_two_reads_at_once_do_not_answer_for_each_other(agent: Agent, table: SealTable) -> None:
     reader = reader_of(agent, 4)
     for slot in range(4):
-        table.write(slot, 100 + slot, HASH)
+        table.write_hash(slot, HASH)
+        table.write_value(slot, 100 + slot)
     reads = [reader.post(NAME, seal(table, slot, 100 + slot)) for slot in range(4)]
     for slot in (2, 0, 3, 1):
         assert outcome(reader, reads[slot]) is SealReadState.DONE
@@ -106,8 +108,10 @@ def test_an_address_outside_what_the_lender_registered_is_a_failure(agent: Agent
 
 def test_a_read_given_up_leaves_its_slot_to_the_next_once_it_is_over(agent: Agent, table: SealTable) -> None:
     reader = reader_of(agent, 1)
-    table.write(0, 5, HASH)
-    table.write(1, 6, HASH)
+    table.write_hash(0, HASH)
+    table.write_value(0, 5)
+    table.write_hash(1, HASH)
+    table.write_value(1, 6)
     read = reader.post(NAME, seal(table, 0, 5))
     reader.give_up(read)
     assert reader.poll(read) is not SealReadState.PENDING

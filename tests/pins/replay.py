@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from kvlease.connector.digests import Chain
 from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import Effect, Free, Pin, Unpin
 from kvlease.connector.loan import LenderTerms, Loan, RankTable
@@ -111,12 +112,12 @@ class Lender:
                 lease_id=lease_id,
                 tenant=TENANT,
                 conversation=ConversationId(str(chat.conversation)),
-                digests=digests[: chat.whole_blocks * DIGEST_BYTES],
+                chain=Chain.of(digests[: chat.whole_blocks * DIGEST_BYTES]),
                 block_ids=(tuple(blocks[: chat.whole_blocks]),),
                 engine_params=b"",
             )
             self._carry_out(self._holder.lend(loan, self._now_ms))
-            spoken.leases[lease_id] = loan.digests
+            spoken.leases[lease_id] = loan.chain.digests
         self._pool.give_back(blocks)
 
     def _find(self, spoken: _Spoken, common: bytes) -> None:

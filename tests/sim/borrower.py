@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvlease.connector.borrower import Ask, Borrower, BorrowTerms, Compute, ComputeReason, Read, Wait
+from kvlease.connector.borrower import Ask, Borrower, BorrowTerms, Compute, ComputeReason, Match, Read, Wait
 from kvlease.connector.digests import chain, seed
 from kvlease.connector.prover import Prover, Release
 from kvlease.connector.record import RecordContent
@@ -86,25 +86,24 @@ class BorrowerParty(Party):
         domain = self._tokens.domain(FINGERPRINTS[0], turn.tenant)
         turn.stamps = self._tokens.stamps(turn.text, domain)
         turn.begun_ms, turn.paused_ms = self.world.now_ms, self.paused_ms
-        digests = chain(
-            seed(FINGERPRINTS[0], turn.tenant),
-            turn.text.block_hashes(),
-            hash_tokens=BLOCK_TOKENS,
-            stride_tokens=STRIDE_TOKENS,
-            tokens=len(turn.text),
-        )
-        turn.ask = Ask(
+        ask = Ask(
             request_id=turn.request_id,
             tenant=turn.tenant,
             conversation=turn.conversation,
             lease_id=turn.lease_id,
-            digests=digests,
+            chain=chain(
+                seed(FINGERPRINTS[0], turn.tenant),
+                turn.text.block_hashes(),
+                hash_tokens=BLOCK_TOKENS,
+                stride_tokens=STRIDE_TOKENS,
+                tokens=len(turn.text),
+            ),
             prompt_tokens=len(turn.text),
         )
         self._turns[turn.request_id] = turn
-        query = self.core.begin(turn.ask, self._now_ms())
-        if query is not None:
-            self._ask(turn, query, tries=2)
+        turn.question = self.core.begin(ask, self._now_ms())
+        if turn.question is not None:
+            self._ask(turn, turn.question.query(), tries=2)
         self._step_soon()
 
     def _ask(self, turn: BorrowerTurn, query: ResolveQuery, tries: int) -> None:
@@ -133,11 +132,12 @@ class BorrowerParty(Party):
             self._leave(turn, finished=False)
 
     def _answered(self, turn: BorrowerTurn, found: Hit | Miss) -> None:
-        assert turn.ask is not None
-        content = self._makings.answered(self.core, turn.ask, found, turn.begun_ms + self.clock_offset_ms)
-        if content is None:
+        assert turn.question is not None
+        match = self._makings.judge(turn.question, found)
+        self.core.answered(turn.request_id, match)
+        if not isinstance(match, Match):
             return
-        network, lender = self._fabric.network, self._lenders.get(_address(content))
+        network, lender = self._fabric.network, self._lenders.get(_address(match.content))
         if lender is None:
             self.core.probed(turn.request_id, reachable=False)
             return

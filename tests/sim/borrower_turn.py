@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvlease.connector.borrower import Ask
+from kvlease.connector.borrower import Question
 from kvlease.connector.prover import Release
 from kvlease.connector.seal import Proof
 from kvlease.registry.values import ConversationId, LeaseId, TenantId
@@ -48,7 +48,7 @@ class BorrowerTurn:
     text: Text
     done: Callable[[bool], None]
     stamps: tuple[int, ...] = ()
-    ask: Ask | None = None
+    question: Question | None = None
     stage: Stage = Stage.WAITING
     aborted: bool = False
     begun_ms: int = 0

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from kvlease.connector.borrower import Ask, Borrower, Read
+from kvlease.connector.borrower import ComputeReason, Match, Question, Read
+from kvlease.connector.digests import Chain
 from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import Effect, Free
 from kvlease.connector.loan import LenderTerms, Loan
 from kvlease.connector.quarantine import Quarantine
-from kvlease.connector.record import RecordContent
 from kvlease.connector.seal import VALUE_BYTES, Proof, pack_value
 from kvlease.registry.errors import KvleaseError
 from kvlease.registry.lender_mirror import LenderMirror
@@ -89,9 +89,8 @@ class Straight:
     def quarantine(self) -> Quarantine:
         return Quarantine()
 
-    def answered(self, core: Borrower, ask: Ask, answer: Hit | Miss, begun_ms: int) -> RecordContent | None:
-        del begun_ms
-        return core.answered(ask.request_id, answer)
+    def judge(self, question: Question, answer: Hit | Miss) -> Match | ComputeReason:
+        return question.judge(answer)
 
     def remote_blocks(self, read: Read, computed_tokens: int) -> tuple[int, ...]:
         """Which remote blocks to READ into the local blocks of the positions from `computed_tokens` on."""
@@ -191,12 +190,11 @@ class DigestsNotCompared(Straight):
     def sharpen(self, plan: Plan) -> Plan:
         return _lying(plan)
 
-    def answered(self, core: Borrower, ask: Ask, answer: Hit | Miss, begun_ms: int) -> RecordContent | None:
-        if isinstance(answer, Hit) and ask.request_id in core:
-            believed = answer.record.digests[: answer.matched_strides * DIGEST_BYTES]
-            core.forget(ask.request_id)
-            core.begin(replace(ask, digests=believed), begun_ms)
-        return core.answered(ask.request_id, answer)
+    def judge(self, question: Question, answer: Hit | Miss) -> Match | ComputeReason:
+        if isinstance(answer, Hit):
+            believed = Chain.of(answer.record.digests[: answer.matched_strides * DIGEST_BYTES])
+            question = replace(question, ask=replace(question.ask, chain=believed))
+        return question.judge(answer)
 
 
 class MappedFromTail(Straight):

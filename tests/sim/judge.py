@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from kvlease.connector.seal import VALUE_BYTES
+
 from tests.sim.memory import EngineMemory, Stamps
 from tests.sim.world import World
 
@@ -76,13 +78,13 @@ class Judge:
         slot = memory.slot(0, address)
         assert slot is not None
         for block in blocks:
-            self._seals.setdefault((id(memory), block), []).append((address, slot))
+            self._seals.setdefault((id(memory), block), []).append((address, slot[:VALUE_BYTES]))
 
     def lender_wrote(self, memory: EngineMemory, rank: int, block: int) -> None:
         seals = self._seals.get((id(memory), block))
         if not seals:
             return
-        whole = [(address, slot) for address, slot in seals if memory.slot(rank, address) == slot]
+        whole = [(address, value) for address, value in seals if (memory.slot(rank, address) or b"").startswith(value)]
         if whole:
             self.found(Fault.WRITE_UNDER_SEAL, f"block {block} of rank {rank}")
         self._seals[id(memory), block] = whole

@@ -2,7 +2,8 @@
 
 The engine's order of doings is the real one: blocks are handed out first (and lapsed leases told), their bytes are
 written a little later and token by token, a finished turn is lent before its own references go.
-Invariant: effects are carried out in the order given, at once, on the engine's own thread.
+Invariant: effects that safety rests on are carried out in the order given, at once, on the engine's own thread;
+references go back to the pool a few in each step, and what is told goes through the link.
 """
 
 from __future__ import annotations
@@ -15,15 +16,10 @@ from typing import Final
 from kvlease.connector.digests import chain, seed
 from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import (
-    Announce,
-    AnnounceEnded,
-    AnnounceLapsed,
-    AnnounceRenewed,
     BreakSeal,
     Effect,
     Free,
     Pin,
-    RefuseRenewal,
     Unpin,
     WriteSeal,
 )
@@ -47,6 +43,8 @@ from tests.sim.breaks import Straight
 from tests.sim.endpoint import Endpoint
 from tests.sim.fabric import Fabric
 from tests.sim.judge import Fault, Judge
+from tests.sim.lender_link import LenderLink
+from tests.sim.lender_returns import LenderReturns
 from tests.sim.lifetimes import Lifetimes
 from tests.sim.memory import TABLE_ADDRESS, EngineMemory
 from tests.sim.plan import Plan
@@ -125,6 +123,7 @@ class LenderParty(Party):
             max_lifetime_ms=plan.max_lifetime_ms,
         )
         self.holder: LeaseHolder = self._makings.holder(terms, rng.getrandbits(63) + 1)
+        self._returns = LenderReturns(self, self.pool, self._makings, self._admit)
         self._sealings: dict[int, int] = {}
         self._queue: deque[LenderTurn] = deque()
         self._running: list[LenderTurn] = []
@@ -133,6 +132,7 @@ class LenderParty(Party):
         self.lifetimes = Lifetimes(self._judge, self, plan.max_lifetime_ms)
         mirror = self._makings.mirror()
         self.session = LenderSession(self._fabric.network, self, self, self.endpoint, mirror, plan)
+        self.link = LenderLink(self._fabric.network, self, self.holder, self.memory, self.session)
 
     def start(self) -> None:
         self._fabric.memories[self.name] = self.memory
@@ -155,7 +155,7 @@ class LenderParty(Party):
 
     @property
     def idle(self) -> bool:
-        return not self._running and not self._queue
+        return not self._running and not self._queue and not self._returns.blocks
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
@@ -191,8 +191,10 @@ class LenderParty(Party):
 
     def _take(self, count: int) -> list[int] | None:
         """Blocks from the pool; leases make room if it has too few."""
+        if count > self.pool.free + self._returns.blocks:
+            self.carry_out(self.holder.relieve(count - self.pool.free - self._returns.blocks))
         if count > self.pool.free:
-            self.carry_out(self.holder.relieve(count - self.pool.free))
+            self._returns.give_back(count - self.pool.free)
         try:
             return self.pool.take(count)
         except NoBlocks:
@@ -246,13 +248,6 @@ class LenderParty(Party):
         self._admit()
 
     def _lend(self, turn: LenderTurn) -> LeaseId | None:
-        digests = chain(
-            seed(self._fingerprint, turn.tenant),
-            turn.text.block_hashes(),
-            hash_tokens=BLOCK_TOKENS,
-            stride_tokens=STRIDE_TOKENS,
-            tokens=turn.written,
-        )
         blocks = turn.written // STRIDE_TOKENS * (STRIDE_TOKENS // BLOCK_TOKENS)
         self._leases += 1
         lease_id = LeaseId(f"{self.name}.{self.life}.{self._leases}")
@@ -260,7 +255,13 @@ class LenderParty(Party):
             lease_id=lease_id,
             tenant=turn.tenant,
             conversation=turn.conversation,
-            digests=digests,
+            chain=chain(
+                seed(self._fingerprint, turn.tenant),
+                turn.text.block_hashes(),
+                hash_tokens=BLOCK_TOKENS,
+                stride_tokens=STRIDE_TOKENS,
+                tokens=turn.written,
+            ),
             block_ids=(tuple(turn.blocks[:blocks]),),
             engine_params=self.name.encode(),  # where its memory is
         )
@@ -277,42 +278,21 @@ class LenderParty(Party):
 
     def carry_out(self, effects: Sequence[Effect], lent: tuple[int, ...] = ()) -> None:
         """In the order given. `lent`: the blocks that a seal written among them speaks for."""
-        mirror, counts = self.session.mirror, self._judge.counts
-        lapsing = iter([effect.lease_id for effect in effects if isinstance(effect, AnnounceLapsed)])
         for effect in effects:
             match effect:
                 case Pin(blocks=blocks):
                     self.pool.touch(blocks)
-                case Free(blocks=blocks):
-                    self.pool.give_back(reversed(blocks))
-                case Unpin(blocks=blocks):
-                    self.pool.unpin(reversed(blocks), self._makings.on_reuse(self, next(lapsing)))
-                case WriteSeal(slot=slot, value=value, record_hash=record_hash):
+                case Free() | Unpin():
+                    self._returns.owe(effect)
+                case WriteSeal(slot=slot, value=value):
                     self._sealings[slot] = self.sealings(slot) + 1
-                    self.memory.write_seal(slot, value, record_hash)
+                    self.memory.write_seal(slot, value)
                     self._judge.sealed(self.memory, TABLE_ADDRESS + slot_offset(slot), lent)
                 case BreakSeal(slot=slot):
                     self._makings.break_seal(self, slot)
-                case Announce(publication=publication):
-                    self.lifetimes.lent(publication.lease_id, publication.deadline_ms - self.clock_offset_ms)
-                    mirror.publish(publication)
-                case AnnounceEnded(lease_id=lease_id, reason=reason):
-                    counts[f"ended_{reason.value}"] += 1
-                    self.lifetimes.given_back(lease_id)
-                    self.lifetimes.forget(lease_id)
-                    mirror.ended(lease_id, reason)
-                case AnnounceRenewed(lease_id=lease_id, deadline_ms=deadline_ms):
-                    counts["renewed"] += 1
-                    self.lifetimes.renewed(lease_id, deadline_ms - self.clock_offset_ms)
-                    mirror.renewed(lease_id, deadline_ms)
-                case RefuseRenewal(lease_id=lease_id, status=status):
-                    counts[f"renewal_{status.value}"] += 1
-                    mirror.refuse_renewal(lease_id, status)
-                case AnnounceLapsed(lease_id=lease_id):
-                    counts["lapsed"] += 1
-                    self.lifetimes.given_back(lease_id)
-                    mirror.lapsed(lease_id)
-        self.session.flush()
+                case _:
+                    self.lifetimes.hear(effect)
+                    self.link.tell(effect)
 
     def on_reuse(self, block: int) -> None:
         """The pool's one callback for all lapsed leases."""
@@ -326,6 +306,7 @@ class LenderParty(Party):
         """Leaves in good order: every lease ends first."""
         self.carry_out(self.holder.end_all(EndReason.DRAINED))
         self._checked()
+        self.link.work()
         self.session.leave()
 
     def _arm(self) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvlease.connector.lender_effects import Announce, AnnounceEnded, AnnounceLapsed, AnnounceRenewed, RefuseRenewal
 from kvlease.registry.values import LeaseId
 
 from tests.sim.judge import Fault, Judge
+from tests.sim.lender_link import Told
 from tests.sim.world import Party
 
 _GRACE_MS: Final = 20
@@ -29,6 +31,25 @@ class Lifetimes:
         """When, and how long the lender had been paused by then."""
         self._pinned: set[LeaseId] = set()
         self._deadlines_ms: dict[LeaseId, int] = {}
+
+    def hear(self, told: Told) -> None:
+        """What the lender announces, at the instant at which it happened."""
+        counts = self._judge.counts
+        match told:
+            case Announce(draft=draft):
+                self.lent(draft.lease_id, draft.deadline_ms - self._lender.clock_offset_ms)
+            case AnnounceEnded(lease_id=lease_id, reason=reason):
+                counts[f"ended_{reason.value}"] += 1
+                self.given_back(lease_id)
+                self.forget(lease_id)
+            case AnnounceRenewed(lease_id=lease_id, deadline_ms=deadline_ms):
+                counts["renewed"] += 1
+                self.renewed(lease_id, deadline_ms - self._lender.clock_offset_ms)
+            case RefuseRenewal(status=status):
+                counts[f"renewal_{status.value}"] += 1
+            case AnnounceLapsed(lease_id=lease_id):
+                counts["lapsed"] += 1
+                self.given_back(lease_id)
 
     def lent(self, lease_id: LeaseId, deadline_ms: int) -> None:
         self._lent[lease_id] = self._judge.now_ms, self._lender.paused_ms

@@ -25,6 +25,7 @@ from kvlease.registry.values import (
 from tests.sim.borrower_turn import BorrowerTurn
 from tests.sim.judge import Fault
 from tests.sim.lender import LenderParty, LenderTurn
+from tests.sim.lender_link import LATE_MS
 from tests.sim.plan import DOWN_MS, NO_FAULTS
 from tests.sim.registry import RegistryParty
 from tests.sim.replica import ReplicaParty
@@ -251,7 +252,7 @@ class Liveness:
         if self._plan.replicated:
             self._wait_for(lambda: all(lease_id in x.known(lender.engine_id) for x in self._sim.registries), 100)
         else:
-            self._world.run(self._world.now_ms + 2 * self._sim.network.latency() + 2)
+            self._world.run(self._world.now_ms + LATE_MS + 2 * self._sim.network.latency() + 2)
         return lease_id
 
     def _borrow(self, conversation: str, *, first_token: int) -> None:
@@ -292,6 +293,6 @@ class Liveness:
         left = sum(len(registry.table) for registry in self._sim.registries)
         self._judge.expect(not left, Fault.LEAK, f"registries believe in {left} leases of drained lenders")
         if self._plan.replicated:
-            self._world.run(self._world.now_ms + 2 * self._plan.engine_ttl_ms)
+            self._world.run(self._world.now_ms + LATE_MS + 2 * self._plan.engine_ttl_ms)
             keys = [key for key in self._sim.etcd.kvs if key.startswith((KEYS.engines, KEYS.leases))]
             self._judge.expect(not keys, Fault.LEAK, f"the store keeps {keys[:3]} of drained lenders")

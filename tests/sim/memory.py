@@ -43,11 +43,14 @@ class EngineMemory:
 
     # -- seals ----------------------------------------------------------------------------------------------------
 
-    def write_seal(self, slot: int, value: int, record_hash: bytes) -> None:
-        """Hash first, then value, in every rank's table."""
+    def write_seal(self, slot: int, value: int) -> None:
+        """In every rank's table."""
+        for rank in range(self.ranks):
+            self._put(rank, slot_offset(slot), pack_value(value))
+
+    def write_hash(self, slot: int, record_hash: bytes) -> None:
         for rank in range(self.ranks):
             self._put(rank, slot_offset(slot) + VALUE_BYTES, record_hash)
-            self._put(rank, slot_offset(slot), pack_value(value))
 
     def break_seal(self, slot: int) -> None:
         for rank in range(self.ranks):

@@ -46,6 +46,10 @@ class Faults:
     """Times that the store goes back to a snapshot."""
     twins: int = 0
     """Engines that are started a second time, under the same id and elsewhere."""
+    link_late: float = 0.0
+    """A lender's link that takes up to `long_ms` to make and tell a lease."""
+    link_races: float = 0.0
+    """A hash that is stored although its lease has just gone."""
     lie: float = 0.0
     pauses: int = 0
     crashes: int = 0
@@ -187,6 +191,8 @@ def draw(rng: random.Random) -> Plan:
             read_hangs=rng.choice((0.0, 0.1, 0.2)),
             read_fails=rng.choice((0.0, 0.05)),
             seal_torn=rng.choice((0.0, 0.2, 0.5)),
+            link_late=rng.choice((0.0, 0.1, 0.3)),
+            link_races=rng.choice((0.0, 0.2, 1.0)),
             lie=rng.choice((0.0, 0.0, 0.3, 0.6)),
             pauses=rng.choice((0, 2, 5)),
             crashes=rng.choice((0, 1, 2)),

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 
 from hypothesis import strategies as st
+from kvlease.connector.digests import Chain
 from kvlease.connector.lender_effects import AnnounceEnded, Effect
 from kvlease.connector.lender_live import HEAD_START_MS
 from kvlease.connector.loan import LenderTerms, RankTable
@@ -43,9 +44,9 @@ all_terms = st.builds(
 )
 
 
-def chain(text: str) -> bytes:
+def chain(text: str) -> Chain:
     """One stride for each letter; a digest covers all letters before it."""
-    return b"".join(text[: n + 1].encode().rjust(DIGEST_BYTES, b".") for n in range(len(text)))
+    return Chain.of(b"".join(text[: n + 1].encode().rjust(DIGEST_BYTES, b".") for n in range(len(text))))
 
 
 def ends(effects: Sequence[Effect]) -> list[tuple[LeaseId, EndReason]]:

@@ -147,7 +147,7 @@ class LenderMachine(RuleBasedStateMachine):
             lease_id=lease_id,
             tenant=tenant,
             conversation=None if conversation is None else ConversationId(conversation),
-            digests=chain(turn.text),
+            chain=chain(turn.text),
             block_ids=(turn.blocks,),
             engine_params=b"",
             ttl_ms=ttl_ms,
@@ -174,7 +174,7 @@ class LenderMachine(RuleBasedStateMachine):
         assert sorted(ends(effects)) == sorted(expected)
         limit_ms = self.now_ms + (self.terms.max_lifetime_ms or NEVER_MS)
         deadline_ms = min(self.now_ms + (TTL_MS if ttl_ms is None else ttl_ms), limit_ms)
-        assert [x.publication.deadline_ms for x in effects if isinstance(x, Announce)] == [deadline_ms]
+        assert [x.draft.deadline_ms for x in effects if isinstance(x, Announce)] == [deadline_ms]
         own = self.terms.self_renewing and ttl_ms is None
         lease = Lease(
             turn.blocks, turn.text, conversation, deadline_ms, limit_ms, tenant, self.now_ms, reads, self_renewing=own

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvlease.connector.digests import Chain
 from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import AnnounceEnded, Effect, WriteSeal
 from kvlease.connector.loan import LenderTerms, Loan, RankTable
@@ -40,9 +41,11 @@ def holder(**changes: object) -> LeaseHolder:
     return LeaseHolder(replace(TERMS, **changes), first_value=500)  # type: ignore[arg-type]  # the cases' own fields
 
 
-def chain(text: str) -> bytes:
+def chain(text: str) -> Chain:
     """One stride for each letter; a digest covers all letters before it."""
-    return b"".join(text[: n + 1].encode().ljust(DIGEST_BYTES, b".")[-DIGEST_BYTES:] for n in range(len(text)))
+    return Chain.of(
+        b"".join(text[: n + 1].encode().ljust(DIGEST_BYTES, b".")[-DIGEST_BYTES:] for n in range(len(text)))
+    )
 
 
 def loan(
@@ -52,7 +55,7 @@ def loan(
         lease_id=LeaseId(name),
         tenant=TenantId("t"),
         conversation=None if conversation is None else ConversationId(conversation),
-        digests=chain(text),
+        chain=chain(text),
         block_ids=(tuple(range(first, first + 2 * len(text))),),
         engine_params=b"{}",
         ttl_ms=ttl_ms,

@@ -38,8 +38,8 @@ CORES: Final = (
             "values",
         )
     ),
-    *("kvlease.connector." + name for name in ("borrower*", "digests", "lender*", "loan", "prover", "quarantine")),
-    *("kvlease.connector." + name for name in ("record", "request_params", "seal", "weights")),
+    *("kvlease.connector." + name for name in ("borrower*", "digests", "lender*", "loan", "prover")),
+    *("kvlease.connector." + name for name in ("quarantine", "record", "request_params", "returns", "seal", "weights")),
     *("kvlease.router." + name for name in ("answer", "body", "conversations", "errors", "routes", "sse")),
     *("kvlease.etcd." + name for name in ("codec", "errors", "limits", "ops", "values", "watch_order")),
 )

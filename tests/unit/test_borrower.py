@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlease.connector.borrower import Ask, Borrower, BorrowTerms, Compute, ComputeReason, Read, Wait
-from kvlease.connector.digests import chain
+from kvlease.connector.borrower import Ask, Borrower, BorrowTerms, Compute, ComputeReason, Match, Question, Read, Wait
+from kvlease.connector.digests import Chain, chain
 from kvlease.connector.record import RecordContent, encode, record_hash
 from kvlease.connector.seal import SealRef
 from kvlease.registry.values import (
@@ -38,7 +38,7 @@ TERMS = BorrowTerms(fingerprint_hash=FINGERPRINT, block_tokens=BLOCK, stride_tok
 def digests(strides: int, *, changed_at: int | None = None) -> bytes:
     """A chain of so many strides; from stride `changed_at` on, of other tokens."""
     words = [bytes([s if changed_at is None or s < changed_at else 200 + s]) * 16 for s in range(strides)]
-    return chain(bytes(range(32)), words, hash_tokens=STRIDE, stride_tokens=STRIDE, tokens=strides * STRIDE)
+    return chain(bytes(range(32)), words, hash_tokens=STRIDE, stride_tokens=STRIDE, tokens=strides * STRIDE).digests
 
 
 def hit(strides: int = 4, *, changed_at: int | None = None, **changes: object) -> Hit:
@@ -74,17 +74,21 @@ def ask(prompt_tokens: int, *, threshold_tokens: int | None = None) -> Ask:
         tenant=TENANT,
         conversation=ConversationId("c"),
         lease_id=None,
-        digests=digests(prompt_tokens // STRIDE),
+        chain=Chain.of(digests(prompt_tokens // STRIDE)),
         prompt_tokens=prompt_tokens,
         threshold_tokens=threshold_tokens,
     )
+
+
+def judged(answer: Hit | Miss, prompt_tokens: int = 300) -> Match | ComputeReason:
+    return Question(ask=ask(prompt_tokens), terms=TERMS).judge(answer)
 
 
 def ready(prompt_tokens: int, answer: Hit | None = None, *, threshold_tokens: int | None = None) -> Borrower:
     """A borrower whose request has its answer and whose lender is reachable."""
     borrower = Borrower(TERMS)
     borrower.begin(ask(prompt_tokens, threshold_tokens=threshold_tokens), 0)
-    assert borrower.answered("r", answer or hit()) is not None
+    borrower.answered("r", judged(answer or hit(), prompt_tokens))
     borrower.probed("r", reachable=True)
     return borrower
 
@@ -107,7 +111,8 @@ def test_a_prompt_that_goes_on_from_a_lease_reads_its_blocks_by_position() -> No
 
 def test_the_query_says_all_that_is_known() -> None:
     asked = Borrower(TERMS).begin(ask(300), 0)
-    assert asked == ResolveQuery(
+    assert asked is not None
+    assert asked.query() == ResolveQuery(
         tenant=TENANT,
         conversation=ConversationId("c"),
         digests=digests(4),
@@ -149,7 +154,7 @@ def test_a_read_is_always_within_the_common_prefix_and_leaves_a_token(
 ) -> None:
     borrower = Borrower(TERMS)
     borrower.begin(ask(prompt_tokens, threshold_tokens=threshold), 0)
-    borrower.answered("r", hit(strides, changed_at=changed_at))
+    borrower.answered("r", judged(hit(strides, changed_at=changed_at), prompt_tokens))
     borrower.probed("r", reachable=True)
     computed = min(computed_blocks * BLOCK, (prompt_tokens - 1) // BLOCK * BLOCK)
     decision = borrower.decide("r", computed, 1)
@@ -202,7 +207,7 @@ def test_a_failed_read_is_no_news_when_the_request_computes() -> None:
 def test_a_reason_is_told_as_new_once() -> None:
     borrower = Borrower(TERMS)
     borrower.begin(ask(300), 0)
-    borrower.answered("r", Miss(reason=MissReason.SUSPECT))
+    borrower.answered("r", judged(Miss(reason=MissReason.SUSPECT)))
     assert borrower.decide("r", 0, 1) == Compute(reason=ComputeReason.SUSPECT, first=True)
     assert borrower.decide("r", 0, 2) == Compute(reason=ComputeReason.SUSPECT, first=False)
 
@@ -212,10 +217,10 @@ def test_waiting_ends_at_its_bound_and_an_answer_after_it_changes_nothing(answer
     borrower = Borrower(TERMS)
     borrower.begin(ask(300), 1_000)
     if answered:
-        borrower.answered("r", hit())  # but the probe is out
+        borrower.answered("r", judged(hit()))  # but the probe is out
     assert borrower.decide("r", 0, 1_049) == Wait()
     assert reason(borrower, now_ms=1_050) is ComputeReason.RESOLVE_TIMEOUT
-    borrower.answered("r", hit())
+    borrower.answered("r", judged(hit()))
     borrower.probed("r", reachable=True)
     assert reason(borrower, now_ms=1_051) is ComputeReason.RESOLVE_TIMEOUT
 
@@ -224,7 +229,7 @@ def test_answers_for_requests_that_are_gone_are_dropped() -> None:
     borrower = Borrower(TERMS)
     borrower.begin(ask(300), 0)
     borrower.forget("r")
-    assert borrower.answered("r", hit()) is None
+    borrower.answered("r", judged(hit()))
     borrower.probed("r", reachable=True)
     borrower.failed("r", ComputeReason.REGISTRY_UNAVAILABLE)
     borrower.commit("r")
@@ -236,8 +241,8 @@ def test_answers_for_requests_that_are_gone_are_dropped() -> None:
 
 def test_the_first_answer_counts() -> None:
     borrower = ready(300)
-    assert borrower.answered("r", hit(2)) is None
-    assert borrower.answered("r", Miss(reason=MissReason.ENDED)) is None
+    borrower.answered("r", judged(hit(2)))
+    borrower.answered("r", judged(Miss(reason=MissReason.ENDED)))
     read = borrower.decide("r", 0, 1)
     assert isinstance(read, Read)
     assert read.matched_tokens == 256
@@ -247,7 +252,7 @@ def test_the_first_answer_counts() -> None:
 def test_every_miss_has_a_reason_of_the_same_name(missed: MissReason) -> None:
     borrower = Borrower(TERMS)
     borrower.begin(ask(300), 0)
-    assert borrower.answered("r", Miss(reason=missed)) is None
+    borrower.answered("r", judged(Miss(reason=missed)))
     found = reason(borrower)
     assert found is not None
     assert found.value == missed.value
@@ -269,21 +274,19 @@ def test_every_miss_has_a_reason_of_the_same_name(missed: MissReason) -> None:
 def test_a_record_that_does_not_fit_is_not_read(answer: Hit, expected: ComputeReason) -> None:
     borrower = Borrower(TERMS)
     borrower.begin(ask(300), 0)
-    assert borrower.answered("r", answer) is None
+    borrower.answered("r", judged(answer))
     assert reason(borrower) is expected
 
 
 def test_an_engine_never_reads_from_itself() -> None:
-    borrower = Borrower(replace(TERMS, engine_id=EngineId("lender")))
-    borrower.begin(ask(300), 0)
-    assert borrower.answered("r", hit()) is None
-    assert reason(borrower) is ComputeReason.OWN_LEASE
+    terms = replace(TERMS, engine_id=EngineId("lender"))
+    assert Question(ask=ask(300), terms=terms).judge(hit()) is ComputeReason.OWN_LEASE
 
 
 def test_a_lender_that_does_not_answer_is_not_read_from() -> None:
     borrower = Borrower(TERMS)
     borrower.begin(ask(300), 0)
-    borrower.answered("r", hit())
+    borrower.answered("r", judged(hit()))
     borrower.probed("r", reachable=False)
     assert reason(borrower) is ComputeReason.LENDER_UNREACHABLE
 

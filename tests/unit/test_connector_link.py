@@ -12,16 +12,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvlease.connector.borrower import ComputeReason
+from kvlease.connector.borrower import Ask, BorrowTerms, ComputeReason, Question
+from kvlease.connector.digests import Chain
 from kvlease.connector.journal import Journal, Note
 from kvlease.connector.link import MAX_RESOLVES_IN_FLIGHT, Link
 from kvlease.connector.probe import LenderProbe, Peer
 from kvlease.connector.settings import ConnectorSettings
 from kvlease.registry.clock import SystemClock
 from kvlease.registry.telemetry import configure_tracing
-from kvlease.registry.values import DEFAULT_TENANT, ConversationId, ResolveQuery
+from kvlease.registry.values import DEFAULT_TENANT, ConversationId
 
-QUERY = ResolveQuery(tenant=DEFAULT_TENANT, conversation=ConversationId("c"))
+QUESTION = Question(
+    ask=Ask(
+        request_id="r",
+        tenant=DEFAULT_TENANT,
+        conversation=ConversationId("c"),
+        lease_id=None,
+        chain=Chain.of(b""),
+        prompt_tokens=1,
+    ),
+    terms=BorrowTerms(fingerprint_hash=b"", block_tokens=16, stride_tokens=64),
+)
 NOTE = Note(name="read", start_ns=1, end_ns=2)
 WAIT_S = 10.0
 
@@ -72,10 +83,10 @@ def test_nothing_is_kept_for_a_thread_that_has_ended(tmp_path: Path) -> None:
         until(lambda: not thread_of(opened).is_alive())
         for number in range(100):
             opened.note(NOTE)
-            opened.pool(1, 2)
-            opened.resolve(f"request-{number}", QUERY)
+            opened.call(opened.with_session, lambda session: session.pool(1, 2))
+            opened.resolve(f"request-{number}", QUESTION)
         assert not opened._work
-        assert [answer.answer for answer in opened.answers] == [ComputeReason.REGISTRY_UNAVAILABLE] * 100
+        assert [answer.found for answer in opened.answers] == [ComputeReason.REGISTRY_UNAVAILABLE] * 100
 
 
 def test_resolves_that_are_over_make_room_for_others() -> None:
@@ -85,10 +96,10 @@ def test_resolves_that_are_over_make_room_for_others() -> None:
         asked = 0
         while asked <= MAX_RESOLVES_IN_FLIGHT + 100:
             for _ in range(500):
-                opened.resolve(f"request-{asked}", QUERY)
+                opened.resolve(f"request-{asked}", QUESTION)
                 asked += 1
             until(lambda: len(opened.answers) == 500)
-            reasons = {answer.answer for answer in opened.answers}
+            reasons = {answer.found for answer in opened.answers}
             assert reasons == {ComputeReason.REGISTRY_UNAVAILABLE}
             opened.answers.clear()
         until(lambda: opened._asked == opened._answered)
@@ -97,5 +108,5 @@ def test_resolves_that_are_over_make_room_for_others() -> None:
 def test_too_many_resolves_in_flight_are_refused_at_once() -> None:
     with link() as opened:
         for number in range(MAX_RESOLVES_IN_FLIGHT + 1):
-            opened.resolve(f"request-{number}", QUERY)
-        assert [answer.answer for answer in opened.answers] == [ComputeReason.OVERLOADED]
+            opened.resolve(f"request-{number}", QUESTION)
+        assert [answer.found for answer in opened.answers] == [ComputeReason.OVERLOADED]

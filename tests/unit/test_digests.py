@@ -10,7 +10,7 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlease.connector.digests import MAX_SEEDS, Seeds, chain, fingerprint, seed, stride_for
+from kvlease.connector.digests import MAX_SEEDS, Chain, Seeds, chain, fingerprint, seed, stride_for
 from kvlease.registry.values import DIGEST_BYTES, FINGERPRINT_BYTES, MAX_DIGESTS, TenantId, common_strides
 
 FIELDS = {"model": "m", "kv_dtype": "fp16", "block_tokens": "16"}
@@ -27,8 +27,12 @@ def hashes(tokens: list[int]) -> list[bytes]:
     return found
 
 
-def digests(tokens: list[int], *, seed_bytes: bytes = SEED, stride_tokens: int = 8) -> bytes:
+def made(tokens: list[int], *, seed_bytes: bytes = SEED, stride_tokens: int = 8) -> Chain:
     return chain(seed_bytes, hashes(tokens), hash_tokens=4, stride_tokens=stride_tokens, tokens=len(tokens))
+
+
+def digests(tokens: list[int], *, seed_bytes: bytes = SEED, stride_tokens: int = 8) -> bytes:
+    return made(tokens, seed_bytes=seed_bytes, stride_tokens=stride_tokens).digests
 
 
 tokens_lists = st.lists(st.integers(0, 2), max_size=40)
@@ -53,16 +57,40 @@ def test_a_chain_equals_the_naive_one(tokens: list[int]) -> None:
     assert digests(tokens) == naive
 
 
+@given(tokens_lists, tokens_lists)
+def test_a_chain_extends_exactly_those_that_its_digests_begin_with(one: list[int], other: list[int]) -> None:
+    for left, right in ((one, other), (one, one[: len(other)]), (one, one + other)):
+        a, b = made(left), made(right)
+        assert a.extends(b) == a.digests.startswith(b.digests)
+    assert not made(one, seed_bytes=bytes(32)).extends(made(one)), "of another tenant or fingerprint"
+
+
+def test_digests_that_exist_already_are_a_chain() -> None:
+    assert Chain.of(digests([1] * 24)).digests == digests([1] * 24)
+    assert len(Chain.of(b"")) == 0
+    with pytest.raises(ValueError, match="no multiple of 16"):
+        Chain.of(bytes(17))
+
+
+def test_a_chain_keeps_what_it_was_made_of() -> None:
+    """The engine may cut a request's list of hashes later, when somebody else's thread asks for digests."""
+    block_hashes = hashes([1] * 40)
+    found = chain(SEED, block_hashes, hash_tokens=4, stride_tokens=8, tokens=40)
+    del block_hashes[1:]
+    assert found.digests == digests([1] * 40)
+
+
 def test_a_chain_covers_no_token_past_those_that_count() -> None:
     block_hashes = hashes(list(range(40)))
     for tokens in (0, 7, 8, 15, 16, 39, 40, 400):
         found = chain(SEED, block_hashes, hash_tokens=4, stride_tokens=8, tokens=tokens)
-        assert len(found) == min(tokens, 40) // 8 * DIGEST_BYTES
+        assert len(found) == min(tokens, 40) // 8
+        assert len(found.digests) == len(found) * DIGEST_BYTES
 
 
 def test_a_chain_is_bounded() -> None:
     found = chain(SEED, [bytes(32)] * (MAX_DIGESTS + 5), hash_tokens=4, stride_tokens=4, tokens=4 * (MAX_DIGESTS + 5))
-    assert len(found) == MAX_DIGESTS * DIGEST_BYTES
+    assert len(found) == MAX_DIGESTS
 
 
 def test_hashes_too_short_to_rest_on_are_refused() -> None:

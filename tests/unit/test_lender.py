@@ -10,7 +10,7 @@ import pytest
 from kvlease.connector.lender import LAPSES_PER_TICK
 from kvlease.connector.lender_effects import Announce, AnnounceLapsed, BreakSeal, Free, Pin, Unpin
 from kvlease.connector.loan import Loan, LoanRefused
-from kvlease.connector.record import decode, record_hash
+from kvlease.connector.record import decode
 from kvlease.connector.seal import slot_offset
 from kvlease.registry.values import EndReason, LeaseId, LeaseState, OnDeadline, TenantId
 
@@ -26,18 +26,17 @@ def test_a_loan_pins_then_seals_then_is_told() -> None:
     assert effects[0] == Pin(blocks=(1, 2, 3, 4))
     announced = effects[-1]
     assert isinstance(announced, Announce)
-    publication = announced.publication
+    publication = announced.draft.publication()
     assert (publication.deadline_ms, publication.block_count, publication.size_bytes) == (100 + TTL_MS, 4, 40)
     assert (lender.live_blocks, lender.count(LeaseState.LIVE), lender.count(LeaseState.LAPSED)) == (4, 1, 0)
     lender.check()
 
 
-def test_the_record_names_each_ranks_seal_and_the_seal_holds_the_records_hash() -> None:
+def test_the_record_names_each_ranks_seal() -> None:
     effects = holder().lend(loan("a"), 100)
     written, announced = seal(effects), effects[-1]
     assert isinstance(announced, Announce)
-    content = decode(announced.publication.record)
-    assert written.record_hash == record_hash(announced.publication.record)
+    content = decode(announced.draft.publication().record)
     assert [s.value for s in content.seals] == [written.value, written.value]
     assert [s.address for s in content.seals] == [base + slot_offset(written.slot) for base in (4_096, 8_192)]
     assert content.block_ids == ((1, 2, 3, 4),)
@@ -58,15 +57,7 @@ def test_a_loan_may_have_a_ttl_of_its_own() -> None:
             lease_id=LeaseId("b"),
             tenant=TenantId("t"),
             conversation=None,
-            digests=b"x" * 17,
-            block_ids=((1, 2),),
-            engine_params=b"",
-        ),
-        Loan(
-            lease_id=LeaseId("b"),
-            tenant=TenantId("t"),
-            conversation=None,
-            digests=chain("a"),
+            chain=chain("a"),
             block_ids=((1, 2, 3),),
             engine_params=b"",
         ),
@@ -74,14 +65,14 @@ def test_a_loan_may_have_a_ttl_of_its_own() -> None:
             lease_id=LeaseId("b"),
             tenant=TenantId("t"),
             conversation=None,
-            digests=chain("a"),
+            chain=chain("a"),
             block_ids=(),
             engine_params=b"",
         ),
         loan("a", "abc"),
         loan("b", "abcdefg"),
     ],
-    ids=["no stride", "half a digest", "too many blocks", "no group", "held already", "over the limit"],
+    ids=["no stride", "too many blocks", "no group", "held already", "over the limit"],
 )
 def test_what_cannot_be_lent_is_refused_and_nothing_changes(bad: Loan) -> None:
     lender = holder()
@@ -180,7 +171,10 @@ def test_a_deadline_lapses_a_lease_which_stays_readable() -> None:
     lender = holder()
     lender.lend(loan("a"), 100)
     assert lender.tick(100 + TTL_MS - 1) == []
-    assert lender.tick(100 + TTL_MS) == [Unpin(blocks=(1, 2, 3, 4)), AnnounceLapsed(lease_id=LeaseId("a"))]
+    assert lender.tick(100 + TTL_MS) == [
+        Unpin(lease_id=LeaseId("a"), blocks=(1, 2, 3, 4)),
+        AnnounceLapsed(lease_id=LeaseId("a")),
+    ]
     assert lender.tick(100 + 9 * TTL_MS) == []
     assert (lender.count(LeaseState.LAPSED), lender.live_blocks, lender.next_deadline_ms()) == (1, 0, None)
     lender.check()
@@ -200,6 +194,14 @@ def test_a_mass_expiry_is_spread_over_ticks() -> None:
         lender.lend(loan(f"l{number}", conversation=None), 100)
     lapsed = [kinds(lender.tick(100 + TTL_MS)).count("Unpin") for _ in range(4)]
     assert lapsed == [LAPSES_PER_TICK, LAPSES_PER_TICK, LAPSES_PER_TICK - 1, 0]
+    lender.check()
+
+
+def test_a_long_lease_lapses_alone_in_its_step() -> None:
+    lender = holder(max_blocks=1_000)
+    for number in range(3):
+        lender.lend(loan(f"l{number}", "ab", first=10 * number, conversation=None), 100)
+    assert [kinds(lender.tick(100 + TTL_MS, most_blocks=5)).count("Unpin") for _ in range(3)] == [2, 1, 0]
     lender.check()
 
 

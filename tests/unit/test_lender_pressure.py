@@ -5,8 +5,6 @@ What goes first is part of what users are promised, so the order is asserted, no
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from kvlease.connector.lender_effects import AnnounceLapsed
 from kvlease.connector.lender_live import HEAD_START_MS, LiveLeases
@@ -114,7 +112,7 @@ def test_leases_that_may_not_lapse_end_at_the_watermark() -> None:
 
 def test_a_tenant_over_its_share_loses_its_own_leases_only() -> None:
     lender = holder(tenant_blocks=8)
-    lender.lend(replace(loan("theirs", conversation=None, first=90), tenant=OTHER), 0)
+    lender.lend(loan("theirs", conversation=None, first=90)._replace(tenant=OTHER), 0)
     lender.lend(loan("a", conversation=None), 1)
     lender.lend(loan("b", conversation=None, first=10), 2)
     assert lender.live_blocks == 12
@@ -130,8 +128,8 @@ def test_a_turn_larger_than_its_tenants_share_is_refused_without_a_change() -> N
     with pytest.raises(OverQuota):
         lender.lend(loan("b", "abcd", conversation=None, first=20), 1)
     with pytest.raises(OverQuota):
-        lender.lend(replace(loan("c", conversation=None, first=30), tenant=OTHER), 1)
-    assert lender.lend(replace(loan("d", "a", conversation=None, first=30), tenant=OTHER), 1)
+        lender.lend(loan("c", conversation=None, first=30)._replace(tenant=OTHER), 1)
+    assert lender.lend(loan("d", "a", conversation=None, first=30)._replace(tenant=OTHER), 1)
     assert (len(lender), lender.live_blocks) == (2, 6)
     lender.check()
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from kvlease.connector.probe import BAD_FOR_MS, GOOD_FOR_MS, LenderProbe, Peer, peer_of
-from kvlease.connector.record import RecordContent, encode
+from kvlease.connector.record import RecordContent
 from kvlease.connector.seal import SealRef
-from kvlease.registry.values import EngineId, Hit, Incarnation, LeaseId, LeaseState, Record, TenantId
+from kvlease.registry.values import EngineId, Incarnation, LeaseId, TenantId
 
 INCARNATION = Incarnation(bytes(16))
 
 
-def hit(params: object = None, engine: str = "d") -> Hit:
+def content(params: object = None, engine: str = "d") -> RecordContent:
     told = {"remote_host": "10.0.0.7", "remote_port": 5600} if params is None else params
-    content = RecordContent(
+    return RecordContent(
         lease_id=LeaseId("l"),
         engine_id=EngineId(engine),
         incarnation=INCARNATION,
@@ -31,20 +32,6 @@ def hit(params: object = None, engine: str = "d") -> Hit:
         block_ids=((1, 2),),
         seals=(SealRef(pp_rank=0, tp_rank=0, address=64, value=1),),
         engine_params=json.dumps(told).encode(),
-    )
-    return answer(encode(content, bytes(16)), engine)
-
-
-def answer(record: Record, engine: str = "d") -> Hit:
-    return Hit(
-        lease_id=LeaseId("l"),
-        engine_id=EngineId(engine),
-        incarnation=INCARNATION,
-        conversation=None,
-        record=record,
-        matched_strides=1,
-        state=LeaseState.LIVE,
-        remaining_ms=1,
     )
 
 
@@ -79,15 +66,15 @@ class Channel:
 async def test_both_outcomes_are_remembered_for_their_time() -> None:
     clock, channel = Clock(), Channel()
     async with LenderProbe(channel, clock, limit_ms=1_000) as probe:
-        assert await probe.reachable(hit())
+        assert await probe.reachable(content())
         channel.good = False
-        assert await probe.reachable(hit()), "known to be good"
+        assert await probe.reachable(content()), "known to be good"
         clock.ms += GOOD_FOR_MS
-        assert not await probe.reachable(hit())
+        assert not await probe.reachable(content())
         channel.good = True
-        assert not await probe.reachable(hit()), "known to be bad"
+        assert not await probe.reachable(content()), "known to be bad"
         clock.ms += BAD_FOR_MS
-        assert await probe.reachable(hit())
+        assert await probe.reachable(content())
     assert len(channel.asked) == 3
 
 
@@ -96,14 +83,14 @@ async def test_whatever_happens_the_answer_comes_within_the_limit(failure: Excep
     channel = Channel()
     channel.good = failure
     async with LenderProbe(channel, Clock(), limit_ms=20) as probe, asyncio.timeout(5):
-        assert not await probe.reachable(hit())
+        assert not await probe.reachable(content())
 
 
 async def test_many_at_once_ask_once_and_one_that_leaves_takes_nobody_with_it() -> None:
     channel = Channel()
     channel.good = None
     async with LenderProbe(channel, Clock(), limit_ms=200) as probe, asyncio.timeout(5):
-        asking = [asyncio.create_task(probe.reachable(hit())) for _ in range(3)]
+        asking = [asyncio.create_task(probe.reachable(content())) for _ in range(3)]
         await asyncio.sleep(0)
         asking[0].cancel()
         assert await asyncio.gather(*asking[1:]) == [False, False]
@@ -113,23 +100,23 @@ async def test_many_at_once_ask_once_and_one_that_leaves_takes_nobody_with_it() 
 async def test_lenders_are_told_apart_by_incarnation_and_address() -> None:
     channel = Channel()
     async with LenderProbe(channel, Clock(), limit_ms=1_000) as probe:
-        await probe.reachable(hit())
-        await probe.reachable(hit(engine="other"))
-        await probe.reachable(hit({"remote_host": "10.0.0.8", "remote_port": 5600}))
+        await probe.reachable(content())
+        await probe.reachable(content(engine="other"))
+        await probe.reachable(content({"remote_host": "10.0.0.8", "remote_port": 5600}))
     assert len(channel.asked) == 3
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        answer(Record(digests=b"", body=b"")),
-        hit([]),
-        hit({"remote_host": 7, "remote_port": 5600}),
-        hit({"remote_host": "h", "remote_port": 0}),
-        hit({"remote_host": "h"}),
+        replace(content(), engine_params=b"\xff"),
+        content([]),
+        content({"remote_host": 7, "remote_port": 5600}),
+        content({"remote_host": "h", "remote_port": 0}),
+        content({"remote_host": "h"}),
     ],
 )
-async def test_a_record_that_names_no_side_channel_is_not_reachable(broken: Hit) -> None:
+async def test_a_record_that_names_no_side_channel_is_not_reachable(broken: RecordContent) -> None:
     assert peer_of(broken) is None
     async with LenderProbe(Channel(), Clock(), limit_ms=1_000) as probe:
         assert not await probe.reachable(broken)

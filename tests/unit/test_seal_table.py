@@ -29,7 +29,8 @@ from kvlease.connector.seal_table import SealTable
 table = SealTable.attach(Path(sys.argv[1]))
 print(table.address, table.slots, table.read(3).hex(), flush=True)
 table.break_seal(3)
-table.write(4, 99, bytes(24))
+table.write_hash(4, bytes(24))
+table.write_value(4, 99)
 """
 
 OWNER = """
@@ -49,7 +50,8 @@ value = 0
 print("writing", flush=True)
 while True:
     value += 1
-    table.write(1, value, struct.pack("<QQQ", value, value, value))
+    table.write_hash(1, struct.pack("<QQQ", value, value, value))
+    table.write_value(1, value)
     table.break_seal(1)
 """
 
@@ -77,14 +79,16 @@ def test_values_are_aligned_words_at_the_addresses_that_records_name(table: Seal
 
 
 def test_a_seal_is_its_value_and_then_its_hash(table: SealTable) -> None:
-    table.write(5, (1 << 64) - 1, HASH)
+    table.write_hash(5, HASH)
+    table.write_value(5, (1 << 64) - 1)
     assert table.read(5) == pack_value((1 << 64) - 1) + HASH
     assert table.read(4) == table.read(6) == bytes(SLOT_BYTES)
 
 
 def test_breaking_changes_the_value_of_that_slot_alone(table: SealTable) -> None:
     for slot in (0, 1, 15):
-        table.write(slot, 7 + slot, HASH)
+        table.write_hash(slot, HASH)
+        table.write_value(slot, 7 + slot)
     table.break_seal(1)
     assert table.read(1) == pack_value(BROKEN) + HASH
     assert table.read(0) == pack_value(7) + HASH
@@ -93,7 +97,8 @@ def test_breaking_changes_the_value_of_that_slot_alone(table: SealTable) -> None
 
 
 def test_another_process_sees_and_breaks_the_same_seals(table: SealTable) -> None:
-    table.write(3, 42, HASH)
+    table.write_hash(3, HASH)
+    table.write_value(3, 42)
     with python(OTHER_PROCESS, table.path) as other:
         said, _ = other.communicate(timeout=WAIT_S)
     address, slots, slot = said.split()

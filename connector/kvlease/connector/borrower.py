@@ -1,7 +1,7 @@
 """The borrower's decisions on the scheduler's side: what to ask, what to read, when to stop waiting.
 
-Pure: answers and times come in, decisions go out. One `Borrow` per request, from its arrival to its end. Nothing here
-is ever an error for the request: each way out is a decision to read, or a reason to compute.
+Pure: answers and times come in, decisions go out. Nothing here is ever an error for the request: each way out is a
+decision to read, or a reason to compute. Judging an answer is a function of values, for any thread.
 
 Invariant: a request commits to at most one READ, only of whole blocks under a digest that its own prompt has as well,
 and always leaves at least one token to compute.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from kvlease.connector.digests import Chain
 from kvlease.connector.record import RecordContent, RecordInvalid, decode, record_hash
 from kvlease.connector.seal import Proof
 from kvlease.registry.values import (
@@ -24,7 +25,6 @@ from kvlease.registry.values import (
     Hit,
     LeaseId,
     Miss,
-    MissReason,
     ResolveQuery,
     TenantId,
     common_strides,
@@ -87,9 +87,75 @@ class Ask:
     tenant: TenantId
     conversation: ConversationId | None
     lease_id: LeaseId | None
-    digests: bytes
+    chain: Chain
     prompt_tokens: int
     threshold_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What an answer of the registry gives a request: a lease whose record fits, and how far."""
+
+    lease_id: LeaseId
+    matched_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    """Per KV group, from position 0 up to the match."""
+    proofs: tuple[Proof, ...]
+    content: RecordContent
+    traceparent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a request asks the registry, and how the answer is judged. Any thread may do both."""
+
+    ask: Ask
+    terms: BorrowTerms
+
+    def query(self) -> ResolveQuery:
+        ask = self.ask
+        return ResolveQuery(
+            tenant=ask.tenant,
+            lease_id=ask.lease_id,
+            conversation=ask.conversation,
+            digests=ask.chain.digests,
+            stride_tokens=self.terms.stride_tokens,
+            fingerprint_hash=self.terms.fingerprint_hash,
+        )
+
+    def judge(self, answer: Hit | Miss) -> Match | ComputeReason:
+        """What the answer is good for, by the record itself and not by what the registry says of it."""
+        ask, terms = self.ask, self.terms
+        if isinstance(answer, Miss):
+            return ComputeReason(answer.reason.value)
+        try:
+            content = decode(answer.record)
+        except RecordInvalid:
+            return ComputeReason.RECORD_INVALID
+        if content.engine_id == terms.engine_id:
+            return ComputeReason.OWN_LEASE
+        if content.fingerprint_hash != terms.fingerprint_hash:
+            return ComputeReason.FINGERPRINT
+        if (
+            content.block_tokens != terms.block_tokens
+            or content.stride_tokens != terms.stride_tokens
+            or content.engine_id != answer.engine_id
+            or content.tenant != ask.tenant
+        ):
+            return ComputeReason.RECORD_INVALID
+        matched = common_strides(ask.chain.digests, answer.record.digests) * content.stride_tokens
+        if not matched:
+            return ComputeReason.DIVERGED
+        matched = min(matched, _cap(ask, terms))
+        expected = record_hash(answer.record)
+        return Match(
+            lease_id=answer.lease_id,
+            matched_tokens=matched,
+            block_ids=tuple(group[: matched // terms.block_tokens] for group in content.block_ids),
+            proofs=tuple(Proof(seal=seal, record_hash=expected) for seal in content.seals),
+            content=content,
+            traceparent=answer.traceparent,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +193,7 @@ Decision = Wait | Compute | Read
 class _Borrow:
     ask: Ask
     begun_ms: int
-    hit: Hit | None = None
-    content: RecordContent | None = None
-    matched_tokens: int = 0
+    match: Match | None = None
     reachable: bool = False
     reading: bool = False
     reason: ComputeReason | None = None
@@ -156,59 +220,26 @@ class Borrower:
             if not borrow.reading and borrow.reason is None:
                 borrow.reason = ComputeReason.FINGERPRINT
 
-    def begin(self, ask: Ask, now_ms: int) -> ResolveQuery | None:
+    def begin(self, ask: Ask, now_ms: int) -> Question | None:
         """A request has arrived: what to ask the registry, or None if nothing can be borrowed for it."""
         borrow = _Borrow(ask=ask, begun_ms=now_ms)
         if len(self._borrows) >= MAX_BORROWS:
             return None
         self._borrows[ask.request_id] = borrow
-        if not ask.digests or self._cap(ask) < self._threshold(ask):
+        if not len(ask.chain) or _cap(ask, self._terms) < self._threshold(ask):
             borrow.reason = ComputeReason.SHORT_PROMPT
             return None
-        return ResolveQuery(
-            tenant=ask.tenant,
-            lease_id=ask.lease_id,
-            conversation=ask.conversation,
-            digests=ask.digests,
-            stride_tokens=self._terms.stride_tokens,
-            fingerprint_hash=self._terms.fingerprint_hash,
-        )
+        return Question(ask=ask, terms=self._terms)
 
-    def answered(self, request_id: str, answer: Hit | Miss) -> RecordContent | None:
-        """The registry has answered: whose lender to probe, or None. Answers for requests that are gone are dropped."""
+    def answered(self, request_id: str, found: Match | ComputeReason) -> None:
+        """The registry's answer has been judged. Those for requests that are gone, and second ones, are dropped."""
         borrow = self._borrows.get(request_id)
-        if borrow is None or borrow.reason is not None or borrow.hit is not None:
-            return None
-        if isinstance(answer, Miss):
-            borrow.reason = _miss_reason(answer.reason)
-            return None
-        try:
-            content = decode(answer.record)
-        except RecordInvalid:
-            borrow.reason = ComputeReason.RECORD_INVALID
-            return None
-        if content.engine_id == self._terms.engine_id:
-            borrow.reason = ComputeReason.OWN_LEASE
-            return None
-        if content.fingerprint_hash != self._terms.fingerprint_hash:
-            borrow.reason = ComputeReason.FINGERPRINT
-            return None
-        if (
-            content.block_tokens != self._terms.block_tokens
-            or content.stride_tokens != self._terms.stride_tokens
-            or content.engine_id != answer.engine_id
-            or content.tenant != borrow.ask.tenant
-        ):
-            borrow.reason = ComputeReason.RECORD_INVALID
-            return None
-        matched = common_strides(borrow.ask.digests, answer.record.digests) * content.stride_tokens
-        if not matched:
-            borrow.reason = ComputeReason.DIVERGED
-            return None
-        borrow.hit = answer
-        borrow.content = content
-        borrow.matched_tokens = min(matched, self._cap(borrow.ask))
-        return content
+        if borrow is None or borrow.reason is not None or borrow.match is not None:
+            return
+        if isinstance(found, Match):
+            borrow.match = found
+        else:
+            borrow.reason = found
 
     def probed(self, request_id: str, *, reachable: bool) -> None:
         """Whether the lender's side channel answered for the engine that the record names."""
@@ -237,26 +268,25 @@ class Borrower:
             return self._compute(borrow, borrow.reason or ComputeReason.PREEMPTED)
         if borrow.reason is not None:
             return self._compute(borrow, borrow.reason)
-        if not borrow.reachable or borrow.content is None or borrow.hit is None:
+        match = borrow.match
+        if not borrow.reachable or match is None:
             if now_ms - borrow.begun_ms < self._terms.wait_ms:
                 return Wait()
             return self._compute(borrow, ComputeReason.RESOLVE_TIMEOUT)
-        load_tokens = borrow.matched_tokens - computed_tokens
+        load_tokens = match.matched_tokens - computed_tokens
         if load_tokens <= 0:
             return self._compute(borrow, ComputeReason.LOCAL_HIT)
         if load_tokens < self._threshold(borrow.ask):
             return self._compute(borrow, ComputeReason.BELOW_THRESHOLD)
-        blocks = borrow.matched_tokens // self._terms.block_tokens
-        expected = record_hash(borrow.hit.record)
         return Read(
-            lease_id=borrow.hit.lease_id,
-            matched_tokens=borrow.matched_tokens,
+            lease_id=match.lease_id,
+            matched_tokens=match.matched_tokens,
             load_tokens=load_tokens,
-            block_ids=tuple(group[:blocks] for group in borrow.content.block_ids),
-            proofs=tuple(Proof(seal=seal, record_hash=expected) for seal in borrow.content.seals),
-            engine_params=borrow.content.engine_params,
-            content=borrow.content,
-            traceparent=borrow.hit.traceparent,
+            block_ids=match.block_ids,
+            proofs=match.proofs,
+            engine_params=match.content.engine_params,
+            content=match.content,
+            traceparent=match.traceparent,
         )
 
     def commit(self, request_id: str) -> None:
@@ -276,10 +306,6 @@ class Borrower:
         """The request is gone."""
         self._borrows.pop(request_id, None)
 
-    def _cap(self, ask: Ask) -> int:
-        """Whole blocks that leave at least one token of the prompt to compute."""
-        return max(0, ask.prompt_tokens - 1) // self._terms.block_tokens * self._terms.block_tokens
-
     def _threshold(self, ask: Ask) -> int:
         return self._terms.threshold_tokens if ask.threshold_tokens is None else ask.threshold_tokens
 
@@ -291,5 +317,6 @@ class Borrower:
         return Compute(reason=reason, first=first)
 
 
-def _miss_reason(reason: MissReason) -> ComputeReason:
-    return ComputeReason(reason.value)
+def _cap(ask: Ask, terms: BorrowTerms) -> int:
+    """Whole blocks that leave at least one token of the prompt to compute."""
+    return max(0, ask.prompt_tokens - 1) // terms.block_tokens * terms.block_tokens

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvlease.connector import digests, request_params
+from kvlease.connector import digests
 from kvlease.connector.borrower import Ask, Borrower, BorrowTerms, Compute, ComputeReason, Decision, Read
 from kvlease.connector.instruments import Instruments
 from kvlease.connector.journal import Note
@@ -20,7 +20,6 @@ from kvlease.connector.lending import Pool
 from kvlease.connector.link import Link
 from kvlease.connector.loads import LoadReport, WorkerReports
 from kvlease.connector.quarantine import Quarantine
-from kvlease.connector.record import RecordContent
 from kvlease.connector.request_params import RequestParams
 from kvlease.registry.clock import Clock
 
@@ -95,7 +94,7 @@ class Borrowing:
             tenant=request.params.tenant,
             conversation=request.params.conversation,
             lease_id=request.params.lease_id,
-            digests=digests.chain(
+            chain=digests.chain(
                 self._seeds.of(request.params.tenant, request.adapter),
                 request.block_hashes,
                 hash_tokens=self._hash_tokens,
@@ -111,9 +110,9 @@ class Borrowing:
             prompt_tokens=request.prompt_tokens,
             adapter=request.adapter,
         )
-        query = self._core.begin(ask, self._clock.now_ms())
-        if query is not None:
-            self._link.resolve(request.request_id, query)
+        question = self._core.begin(ask, self._clock.now_ms())
+        if question is not None:
+            self._link.resolve(request.request_id, question)
         elif request.request_id not in self._core:
             self._count_miss(self._stories[request.request_id], ComputeReason.LIMIT)
 
@@ -189,13 +188,8 @@ class Borrowing:
         answers = self._link.answers
         while answers:
             item = answers.popleft()
-            if isinstance(item.answer, ComputeReason):
-                self._core.failed(item.request_id, item.answer)
-            elif (content := self._core.answered(item.request_id, item.answer)) is not None:
-                if _readable(content):
-                    self._core.probed(item.request_id, reachable=item.reachable)
-                else:
-                    self._core.failed(item.request_id, ComputeReason.RECORD_INVALID)
+            self._core.answered(item.request_id, item.found)
+            self._core.probed(item.request_id, reachable=item.reachable)
 
     def _count_miss(self, story: _Story, reason: ComputeReason) -> None:
         """Counts how the borrow ended, unless it has ended already: one preempted after a good READ was borrowed."""
@@ -221,7 +215,7 @@ class Borrowing:
                 instruments.reads_failed.inc()
             elif report.reason is not ComputeReason.READ_TIMEOUT:
                 instruments.reads_refused.labels(report.reason.value).inc()
-        if read is None:
+        if read is None or not self._link.traced:
             return
         outcome = "borrowed" if report.reason is None else report.reason.value
         about = (("kvlease.lease_id", read.lease_id), ("kvlease.conversation", story.params.conversation or ""))
@@ -259,6 +253,8 @@ class Borrowing:
         if story is None or story.resolved:
             return
         story.resolved = True
+        if not self._link.traced:
+            return
         read = story.read
         self._link.note(
             Note(
@@ -276,11 +272,3 @@ class Borrowing:
                 ),
             )
         )
-
-
-def _readable(content: RecordContent) -> bool:
-    """Whether the record has what a READ from its lender needs, and of that lender."""
-    try:
-        return request_params.engine_params(content.engine_params)["remote_engine_id"] == content.engine_id
-    except ValueError:
-        return False

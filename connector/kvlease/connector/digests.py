@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Self
 
 from kvlease.registry.values import DIGEST_BYTES, FINGERPRINT_BYTES, MAX_DIGESTS, Fingerprint, TenantId
 
@@ -49,25 +49,72 @@ def stride_for(block_tokens: int, hash_tokens: int, wanted: int = DEFAULT_STRIDE
     return stride
 
 
+class Chain:
+    """A digest chain that is not made before somebody asks for it: an engine's step pays for a list of hashes only.
+
+    Immutable to the eye; what was made once is kept. May be handed from thread to thread.
+    """
+
+    __slots__ = ("_digests", "_ends", "_hashes", "_seed")
+
+    def __init__(self, seed_bytes: bytes, ends: Sequence[bytes]) -> None:
+        """`ends`: the engine's hash at the end of each stride, all of one length; the list is the chain's own."""
+        self._seed = seed_bytes[:DIGEST_BYTES]
+        self._ends = ends
+        self._hashes: bytes | None = None
+        self._digests: bytes | None = None
+
+    @classmethod
+    def of(cls, digests: bytes) -> Self:
+        """A chain of digests that exist already. Raises ValueError unless they are whole ones."""
+        if len(digests) % DIGEST_BYTES:
+            raise ValueError(f"a digest chain of {len(digests)} bytes is no multiple of {DIGEST_BYTES}")
+        ends = [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+        return cls(bytes(DIGEST_BYTES), ends)
+
+    def __len__(self) -> int:
+        """How many strides it covers."""
+        return len(self._ends)
+
+    def extends(self, other: Chain) -> bool:
+        """Whether this chain begins with all of `other`: the same tokens, or more of them."""
+        return self._seed == other._seed and self.hashes.startswith(other.hashes)
+
+    @property
+    def hashes(self) -> bytes:
+        """The engine's hashes, concatenated."""
+        if self._hashes is None:
+            self._hashes = b"".join(self._ends)
+        return self._hashes
+
+    @property
+    def digests(self) -> bytes:
+        """The digests, concatenated: the first half of each hash, with the seed laid over it.
+
+        The hash is as hard to collide as before, and one operation over all strides costs a tenth of hashing each.
+        """
+        if self._digests is None:
+            cut = b"".join([end[:DIGEST_BYTES] for end in self._ends])
+            mask = int.from_bytes(self._seed * len(self._ends), "little")
+            self._digests = (int.from_bytes(cut, "little") ^ mask).to_bytes(len(cut), "little")
+        return self._digests
+
+
 def chain(
     seed_bytes: bytes, block_hashes: Sequence[bytes], *, hash_tokens: int, stride_tokens: int, tokens: int
-) -> bytes:
-    """Digests of the whole strides within the first `tokens` tokens, concatenated (16 bytes each, at most 4 096).
+) -> Chain:
+    """The chain of the whole strides within the first `tokens` tokens, at most MAX_DIGESTS of them.
 
-    `block_hashes` has one prefix hash per `hash_tokens` tokens, as the engine computed them. A digest is the first half
-    of the engine's hash at the stride's end, with the seed laid over it: the hash is as hard to collide as before, and
-    one operation over all strides at once costs an engine step a tenth of what a hash per stride does.
+    `block_hashes` has one prefix hash per `hash_tokens` tokens, as the engine computed them. Raises ValueError if they
+    are too short to rest on.
     """
     per_stride = stride_tokens // hash_tokens
     strides = min(tokens // stride_tokens, len(block_hashes) // per_stride, MAX_DIGESTS)
-    ends = block_hashes[per_stride - 1 : strides * per_stride : per_stride]
-    hashes = b"".join([block_hash[:DIGEST_BYTES] for block_hash in ends])
-    if len(hashes) != strides * DIGEST_BYTES:
+    if strides and len(block_hashes[0]) < DIGEST_BYTES:
         raise ValueError(
             f"the engine's block hashes are shorter than {DIGEST_BYTES} bytes: digests cannot rest on them"
         )
-    mask = int.from_bytes(seed_bytes[:DIGEST_BYTES] * strides, "little")
-    return (int.from_bytes(hashes, "little") ^ mask).to_bytes(len(hashes), "little")
+    return Chain(seed_bytes, block_hashes[per_stride - 1 : strides * per_stride : per_stride])
 
 
 class Seeds:

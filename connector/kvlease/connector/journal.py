@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from kvlease.registry.telemetry import Tracing, context_from_traceparent, link_from_traceparent
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import NoOpTracer, SpanKind
 
 Attribute = str | int | float | bool
 
@@ -34,6 +34,11 @@ class Journal:
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+
+    @property
+    def traced(self) -> bool:
+        """Whether spans go anywhere."""
+        return not isinstance(self._tracing.tracer, NoOpTracer)
 
     def record(self, note: Note) -> None:
         link = link_from_traceparent(note.lent_by)

@@ -13,6 +13,7 @@ blocks has been handed out since it gave them back (lapsed).
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from typing import Final
 
 from kvlease.connector.lender_deadlines import Deadlines, Held
@@ -30,12 +31,10 @@ from kvlease.connector.lender_effects import (
     WriteSeal,
 )
 from kvlease.connector.lender_live import LiveLeases
-from kvlease.connector.lender_publication import publication_of
+from kvlease.connector.lender_publication import Draft
 from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, OverQuota
-from kvlease.connector.record import record_hash
 from kvlease.connector.seal import next_value
 from kvlease.registry.values import (
-    DIGEST_BYTES,
     ConversationId,
     EndReason,
     LeaseId,
@@ -47,6 +46,8 @@ from kvlease.registry.values import (
 
 LAPSES_PER_TICK: Final = 8
 """Deadlines handled in one tick: a mass expiry is spread over steps instead of stalling one."""
+LAPSED_BLOCKS_PER_TICK: Final = 256
+"""No further deadline is handled in a tick in which leases with so many blocks have met theirs."""
 
 
 class LeaseHolder:
@@ -60,8 +61,9 @@ class LeaseHolder:
         self._value = first_value
         self._held: dict[LeaseId, Held] = {}
         self._by_conversation: dict[tuple[TenantId, ConversationId], set[LeaseId]] = {}
-        self._watched: dict[int, set[LeaseId]] = {}
-        """Block id to the leases that have ever lapsed and list it: the engine keeps one reuse callback per block."""
+        self._watched: dict[int, tuple[LeaseId, ...]] = {}
+        """Block id to the leases that have ever lapsed and list it: the engine keeps one reuse callback per block.
+        Leases that are gone stay in it until the block is reused or lapses again: an end must not cost by the block."""
         self._free_slots: deque[int] = deque(range(terms.slots))
         self._deadlines = Deadlines(self._held, terms.ttl_ms)
         self._lapsed: dict[LeaseId, None] = {}
@@ -85,7 +87,9 @@ class LeaseHolder:
 
     def count(self, state: LeaseState) -> int:
         lapsed = len(self._lapsed)
-        return {LeaseState.LIVE: len(self._held) - lapsed, LeaseState.LAPSED: lapsed}.get(state, 0)
+        if state is LeaseState.LAPSED:
+            return lapsed
+        return len(self._held) - lapsed if state is LeaseState.LIVE else 0
 
     def slot_of(self, lease_id: LeaseId) -> int | None:
         """The lease's slot in the seal tables; None if it is not held. Safe to call from any thread."""
@@ -101,15 +105,15 @@ class LeaseHolder:
         pressure or quota: without a slot the first that lapsed, else the cheapest losses among those concerned.
         """
         terms = self._terms
-        strides = len(loan.digests) // DIGEST_BYTES
+        strides = len(loan.chain)
         blocks_each = strides * terms.stride_tokens // terms.block_tokens
-        if not strides or len(loan.digests) % DIGEST_BYTES:
+        if not strides:
             raise LoanRefused("a loan covers at least one whole stride")
         if not loan.block_ids or any(len(group) != blocks_each for group in loan.block_ids):
             raise LoanRefused(f"{strides} strides need {blocks_each} blocks in each KV group")
         if loan.lease_id in self._held:
             raise LoanRefused(f"lease {loan.lease_id} is held already")
-        blocks = tuple(block for group in loan.block_ids for block in group)
+        blocks = loan.block_ids[0] if len(loan.block_ids) == 1 else tuple(chain.from_iterable(loan.block_ids))
         if len(blocks) > terms.max_blocks:
             raise LoanRefused(f"the loan needs {len(blocks)} blocks, leases may hold {terms.max_blocks}")
         if len(blocks) > terms.blocks_for(loan.tenant):
@@ -117,24 +121,26 @@ class LeaseHolder:
 
         effects: list[Effect] = [Pin(blocks=blocks)]
         reads, superseded = self._supersede(loan)
-        effects += (effect for effect in superseded if not isinstance(effect, AnnounceEnded))
+        if superseded:
+            effects += (effect for effect in superseded if not isinstance(effect, AnnounceEnded))
         effects += self._make_room(loan.tenant, len(blocks))
         slot = self._free_slots.popleft()
         self._value = next_value(self._value)
         limit_ms = now_ms + terms.max_lifetime_ms if terms.max_lifetime_ms else None
         deadline_ms = _capped(now_ms + (terms.ttl_ms if loan.ttl_ms is None else loan.ttl_ms), limit_ms)
-        publication = publication_of(loan, terms, slot=slot, value=self._value, deadline_ms=deadline_ms)
         self_renewing = terms.self_renewing and loan.ttl_ms is None  # else somebody has chosen how long it may live
-        held = Held(publication, blocks, slot, LeaseState.LIVE, deadline_ms, limit_ms, reads, self_renewing)
+        held = Held(loan, blocks, slot, LeaseState.LIVE, deadline_ms, limit_ms, reads, self_renewing)
         self._held[loan.lease_id] = held
         self._live.add(loan.lease_id, loan.tenant, len(blocks), reads=reads, now_ms=now_ms)
         self._deadlines.schedule(held, ahead=True)
         if loan.conversation is not None:
             self._by_conversation.setdefault((loan.tenant, loan.conversation), set()).add(loan.lease_id)
-        effects.append(WriteSeal(slot=slot, value=self._value, record_hash=record_hash(publication.record)))
-        effects.append(Announce(publication=publication))
+        effects.append(WriteSeal(slot=slot, value=self._value))
+        draft = Draft(terms=terms, loan=loan, slot=slot, value=self._value, deadline_ms=deadline_ms)
+        effects.append(Announce(draft=draft))
         # Told last, so that there is no moment at which neither of the two can be resolved.
-        effects += (effect for effect in superseded if isinstance(effect, AnnounceEnded))
+        if superseded:
+            effects += (effect for effect in superseded if isinstance(effect, AnnounceEnded))
         return effects
 
     def renew(self, lease_id: LeaseId, ttl_ms: int, now_ms: int) -> list[Effect]:
@@ -156,7 +162,7 @@ class LeaseHolder:
             if deadline_ms <= now_ms or (deadline_ms == held.deadline_ms and held.state is LeaseState.LIVE):
                 return effects
         if held.state is LeaseState.LAPSED:
-            tenant, blocks = held.publication.tenant, len(held.blocks)
+            tenant, blocks = held.loan.tenant, len(held.blocks)
             most, tenants = self._terms.max_blocks, self._terms.blocks_for(tenant)
             if self._live.blocks + blocks > most or self._live.blocks_of(tenant) + blocks > tenants:
                 return [RefuseRenewal(lease_id=lease_id, status=RenewStatus.PRESSURE)]
@@ -237,8 +243,7 @@ class LeaseHolder:
         while missing > 0 and left and (cheapest := self._live.cheapest()) is not None:
             held = self._held[cheapest]
             missing, left = missing - len(held.blocks), left - 1
-            lapses = held.publication.on_deadline is OnDeadline.LAPSE
-            effects += self._lapse(held) if lapses else self._end(held, EndReason.PRESSURE)
+            effects += self._lapse(held) if self._lapses(held) else self._end(held, EndReason.PRESSURE)
         return effects
 
     def on_reuse(self, block_id: int) -> list[Effect]:
@@ -248,30 +253,38 @@ class LeaseHolder:
         seal breaks too, and its references are given back by the next tick.
         """
         effects: list[Effect] = []
-        for lease_id in list(self._watched.get(block_id, ())):
-            for effect in self._end(self._held[lease_id], EndReason.REUSED):
+        for lease_id in self._watched.pop(block_id, ()):
+            held = self._held.get(lease_id)
+            for effect in () if held is None else self._end(held, EndReason.REUSED):
                 (self._owed if isinstance(effect, Free) else effects).append(effect)
         return effects
 
-    def tick(self, now_ms: int, limit: int = LAPSES_PER_TICK, free_blocks: int = 0) -> list[Effect]:
-        """Lapses or ends leases whose deadline has passed, at most `limit` of them.
+    def tick(
+        self,
+        now_ms: int,
+        limit: int = LAPSES_PER_TICK,
+        free_blocks: int = 0,
+        most_blocks: int = LAPSED_BLOCKS_PER_TICK,
+    ) -> list[Effect]:
+        """Lapses or ends leases whose deadline has passed: at most `limit`, and no further one after `most_blocks`.
 
         A self-renewing lender renews those that are about to meet it instead, as far as their longest lifetime allows,
         while more than `keep_free_blocks` of its blocks are free.
         """
         effects, self._owed = self._owed, []
         plenty = free_blocks > self._terms.keep_free_blocks
-        while limit and (held := self._deadlines.next()) is not None and held.wake_ms <= now_ms:
+        while limit and most_blocks > 0 and (held := self._deadlines.next()) is not None and held.wake_ms <= now_ms:
             limit -= 1
+            most_blocks -= len(held.blocks)
             later_ms = _capped(now_ms + self._terms.ttl_ms, held.limit_ms) if plenty and held.self_renewing else 0
             if later_ms > held.deadline_ms:
                 effects.append(self._renewed(held, later_ms))
             elif held.deadline_ms > now_ms:
                 self._deadlines.schedule(held, ahead=False)
-            elif held.publication.on_deadline is OnDeadline.END:
-                effects += self._end(held, EndReason.EXPIRED)
-            else:
+            elif self._lapses(held):
                 effects += self._lapse(held)
+            else:
+                effects += self._end(held, EndReason.EXPIRED)
         return effects
 
     def next_deadline_ms(self) -> int | None:
@@ -284,15 +297,14 @@ class LeaseHolder:
     def _renewed(self, held: Held, deadline_ms: int) -> AnnounceRenewed:
         held.deadline_ms = deadline_ms
         self._deadlines.schedule(held, ahead=True)
-        publication = held.publication
-        return AnnounceRenewed(lease_id=publication.lease_id, deadline_ms=deadline_ms, publication=publication)
+        return AnnounceRenewed(lease_id=held.loan.lease_id, deadline_ms=deadline_ms, loan=held.loan)
 
     def _supersede(self, loan: Loan) -> tuple[int, list[Effect]]:
         """Ends the leases that the loan extends; how often they were read, too."""
         if loan.conversation is None:
             return 0, []
         earlier = [self._held[i] for i in self._by_conversation.get((loan.tenant, loan.conversation), ())]
-        covered = [held for held in earlier if loan.digests.startswith(held.publication.record.digests)]
+        covered = [held for held in earlier if loan.chain.extends(held.loan.chain)]
         reads = max((held.reads for held in covered), default=0)
         return reads, [effect for held in covered for effect in self._end(held, EndReason.SUPERSEDED)]
 
@@ -306,38 +318,46 @@ class LeaseHolder:
             effects += self.relieve(over_share, tenant, EndReason.QUOTA)
         return effects + self.relieve(self._live.blocks + blocks - self._terms.max_blocks)
 
+    def _lapses(self, held: Held) -> bool:
+        """Whether it lapses when its blocks are given back, instead of ending."""
+        return (held.loan.on_deadline or self._terms.on_deadline) is OnDeadline.LAPSE
+
     def _lapse(self, held: Held) -> list[Effect]:
-        lease_id = held.publication.lease_id
+        lease_id = held.loan.lease_id
         held.state = LeaseState.LAPSED
         self._lapsed[lease_id] = None
         self._live.drop(lease_id)
-        for block in held.blocks:
-            self._watched.setdefault(block, set()).add(lease_id)
-        return [Unpin(blocks=held.blocks), AnnounceLapsed(lease_id=lease_id)]
+        self._watch(held.blocks, lease_id)
+        return [Unpin(lease_id=lease_id, blocks=held.blocks), AnnounceLapsed(lease_id=lease_id)]
+
+    def _watch(self, blocks: tuple[int, ...], lease_id: LeaseId) -> None:
+        """Operations over all blocks at once, since a long lease has thousands; few are watched already, as a rule."""
+        watched, alone = self._watched, (lease_id,)
+        shared = () if watched.keys().isdisjoint(blocks) else [block for block in blocks if block in watched]
+        kept = {
+            others: tuple(i for i in others if i in self._held and i != lease_id)
+            for others in {watched[block] for block in shared}
+        }
+        again = {block: (*kept[watched[block]], *alone) for block in shared}
+        watched.update(dict.fromkeys(blocks, alone))
+        watched.update(again)
 
     def _end(self, held: Held, reason: EndReason) -> list[Effect]:
-        lease_id = held.publication.lease_id
+        lease_id = held.loan.lease_id
         del self._held[lease_id]
         self._lapsed.pop(lease_id, None)
-        conversation = held.publication.conversation
+        conversation = held.loan.conversation
         if conversation is not None:
-            key = (held.publication.tenant, conversation)
+            key = (held.loan.tenant, conversation)
             self._by_conversation[key].discard(lease_id)
             if not self._by_conversation[key]:
                 del self._by_conversation[key]
-        if self._watched:
-            for block in held.blocks:
-                watching = self._watched.get(block)
-                if watching is not None:
-                    watching.discard(lease_id)
-                    if not watching:
-                        del self._watched[block]
         self._free_slots.append(held.slot)
         effects: list[Effect] = [BreakSeal(slot=held.slot)]
         if held.state is LeaseState.LIVE:
             self._live.drop(lease_id)
             effects.append(Free(blocks=held.blocks))
-        effects.append(AnnounceEnded(lease_id=lease_id, reason=reason, publication=held.publication))
+        effects.append(AnnounceEnded(lease_id=lease_id, reason=reason, loan=held.loan))
         return effects
 
     def check(self) -> None:
@@ -345,7 +365,7 @@ class LeaseHolder:
         self._live.check()
         live = sum(len(h.blocks) for h in self._held.values() if h.state is LeaseState.LIVE)
         assert live == self._live.blocks, f"live blocks {self._live.blocks}, recounted {live}"
-        for tenant in {h.publication.tenant for h in self._held.values()}:
+        for tenant in {h.loan.tenant for h in self._held.values()}:
             assert self._live.blocks_of(tenant) <= self._terms.blocks_for(tenant), f"{tenant} has more than its share"
         assert set(self._lapsed) == {i for i, h in self._held.items() if h.state is LeaseState.LAPSED}
         slots = [h.slot for h in self._held.values()]
@@ -353,13 +373,14 @@ class LeaseHolder:
         assert sorted([*slots, *self._free_slots]) == list(range(self._terms.slots)), "slots were lost or doubled"
         conversations: dict[tuple[TenantId, ConversationId], set[LeaseId]] = {}
         for lease_id, held in self._held.items():
-            assert held.publication.lease_id == lease_id
-            if held.publication.conversation is not None:
-                conversations.setdefault((held.publication.tenant, held.publication.conversation), set()).add(lease_id)
+            assert held.loan.lease_id == lease_id
+            if held.loan.conversation is not None:
+                conversations.setdefault((held.loan.tenant, held.loan.conversation), set()).add(lease_id)
         assert conversations == self._by_conversation, "the index of conversations differs"
         for block, leases in self._watched.items():
             assert leases, f"block {block} is watched for nobody"
-            assert all(block in self._held[lease_id].blocks for lease_id in leases)
+            known = [self._held[lease_id] for lease_id in leases if lease_id in self._held]
+            assert all(block in lease.blocks for lease in known)
         for lease_id, held in self._held.items():
             if held.state is LeaseState.LAPSED:
                 assert all(lease_id in self._watched.get(block, ()) for block in held.blocks)

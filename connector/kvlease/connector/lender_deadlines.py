@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvlease.registry.values import LeaseId, LeaseState, Publication
+from kvlease.connector.loan import Loan
+from kvlease.registry.values import LeaseId, LeaseState
 
 RENEWED_WITH_LEFT: Final = 4
 """A self-renewing lender renews a lease when this part of its ttl is left (a quarter): nobody sees it lapse first."""
@@ -24,7 +25,7 @@ _STALE: Final = 64
 class Held:
     """One lease."""
 
-    publication: Publication
+    loan: Loan
     blocks: tuple[int, ...]
     slot: int
     state: LeaseState
@@ -63,7 +64,7 @@ class Deadlines:
         held.wake_ms = held.deadline_ms
         if ahead and held.self_renewing and held.deadline_ms != held.limit_ms:
             held.wake_ms -= self._ahead_ms
-        heapq.heappush(self._heap, (held.wake_ms, held.publication.lease_id))
+        heapq.heappush(self._heap, (held.wake_ms, held.loan.lease_id))
         if len(self._heap) > 2 * len(self._held) + _STALE:
             self._heap = [(h.wake_ms, i) for i, h in self._held.items() if h.state is LeaseState.LIVE]
             heapq.heapify(self._heap)

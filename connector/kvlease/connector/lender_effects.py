@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlease.registry.values import EndReason, LeaseId, Publication, RenewStatus
+from kvlease.connector.lender_publication import Draft
+from kvlease.connector.loan import Loan
+from kvlease.registry.values import EndReason, LeaseId, RenewStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +31,16 @@ class Free:
 class Unpin:
     """Give the reference back, last in the queue, and call `on_reuse` when a block is handed out."""
 
+    lease_id: LeaseId
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSeal:
-    """Write the hash, then the value, in every rank's table."""
+    """Write the value in every rank's table. The hash of the record follows before the lease is announced."""
 
     slot: int
     value: int
-    record_hash: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,9 @@ class BreakSeal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    publication: Publication
+    """Make the publication, write the hash of its record beside the seal's value, then tell: on any one thread."""
+
+    draft: Draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +66,14 @@ class AnnounceLapsed:
 class AnnounceRenewed:
     lease_id: LeaseId
     deadline_ms: int
-    publication: Publication
+    loan: Loan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnounceEnded:
     lease_id: LeaseId
     reason: EndReason
-    publication: Publication
+    loan: Loan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

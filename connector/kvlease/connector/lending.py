@@ -1,7 +1,8 @@
 """Lending on the engine's thread: carries the lease holder's effects out on the block pool, the seals and the link.
 
-Knows the pool by its shape only, no vLLM import. Everything happens on the engine's thread, synchronously and in the
-order of the effects: a seal is broken before its blocks can be handed out.
+Knows the pool by its shape only, no vLLM import. Everything that safety rests on happens on the engine's thread,
+synchronously and in the order of the effects: a seal is broken before its blocks can be handed out. What only makes a
+lease known is left to the link's thread, and references go back to the pool a few in each step.
 
 Invariant: `on_reuse` never raises and never calls the pool.
 """
@@ -11,38 +12,37 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvlease.connector import digests
+from kvlease.connector.announcer import Announcer, Standing, Told
 from kvlease.connector.instruments import Instruments
-from kvlease.connector.journal import Note
 from kvlease.connector.lender import LeaseHolder
 from kvlease.connector.lender_effects import (
-    Announce,
-    AnnounceEnded,
-    AnnounceLapsed,
-    AnnounceRenewed,
     BreakSeal,
     Effect,
     Free,
     Pin,
-    RefuseRenewal,
     Unpin,
     WriteSeal,
 )
 from kvlease.connector.link import Link
 from kvlease.connector.loan import LenderTerms, Loan, LoanRefused, OverQuota
 from kvlease.connector.request_params import RequestParams
+from kvlease.connector.returns import Returns
 from kvlease.connector.seal_table import SealTable
 from kvlease.registry.clock import Clock
-from kvlease.registry.values import DIGEST_BYTES, EndReason, LeaseId, LeaseState, Publication, RenewStatus
+from kvlease.registry.values import EndReason, LeaseId, LeaseState, RenewStatus
 
 POOL_REPORT_MS = 1_000
 IDS_AT_ONCE = 64
+RETURNED_BLOCKS = 128
+"""References given back in one service: some 30 us of the pool's time."""
+ORDERS_AT_ONCE = 16
+"""Orders of the registry carried out in one service. The seals of those that end are broken already."""
 log = logging.getLogger(__name__)
 
 
@@ -76,6 +76,9 @@ class FinishedTurn:
     real_tokens: int
     block_hashes: Sequence[bytes]
     block_ids: tuple[Sequence[int], ...]
+    held: tuple[list[Block], ...]
+    """Per KV group, the engine's own list of the request's blocks. Of a block that is taken out of it, the request's
+    reference is the taker's: the engine gives back what is still in the list when this turn is over."""
     adapter: bytes = b""
     """Version of its LoRA adapter; empty: none."""
 
@@ -109,19 +112,27 @@ class Lending:
         self._holder = LeaseHolder(terms, first_value=secrets.randbits(63) | 1)
         self._seeds = digests.Seeds(terms.fingerprint_hash)
         self._reported_ms = 0
+        self._returns = Returns()
         self._draining = False
+        self._announcer = Announcer(
+            terms, link, tables, instruments, slot_of=lambda lease_id: self._holder.slot_of(lease_id)
+        )
         link.break_seal = self._break_from_elsewhere
         link.renew = self._promise_from_elsewhere
 
     def __len__(self) -> int:
         return len(self._holder)
 
+    @property
+    def owed_blocks(self) -> int:
+        """References of ended and lapsed leases that the pool has not got back yet: a few go with each service."""
+        return self._returns.blocks
+
     def finished(self, turn: FinishedTurn) -> LeaseId | None:
         """Lends the whole strides of a finished turn, if there is one; returns the lease's id."""
         if self._draining:
             self._instruments.not_lent.labels("draining").inc()
             return None
-        began_ns = time.monotonic_ns()
         terms, params = self._terms, turn.params
         chain = digests.chain(
             self._seeds.of(params.tenant, turn.adapter),
@@ -130,13 +141,13 @@ class Lending:
             stride_tokens=terms.stride_tokens,
             tokens=turn.real_tokens,
         )
-        strides = len(chain) // DIGEST_BYTES
+        strides = len(chain)
         if not strides:
             self._instruments.not_lent.labels("short").inc()
             return None
         blocks = strides * terms.stride_tokens // terms.block_tokens
         block_ids = tuple(tuple(group[:blocks]) for group in turn.block_ids)
-        if any(self._null_block in group for group in block_ids):
+        if any(len(group) < blocks for group in turn.held) or any(self._null_block in group for group in block_ids):
             self._instruments.not_lent.labels("null_block").inc()
             return None
         lease_id = self._next_id()
@@ -144,7 +155,7 @@ class Lending:
             lease_id=lease_id,
             tenant=params.tenant,
             conversation=params.conversation,
-            digests=chain,
+            chain=chain,
             block_ids=block_ids,
             engine_params=b'{"remote_request_id": "kvl:%b", %b' % (lease_id.encode(), self._engine_params),
             traceparent=params.traceparent,
@@ -156,46 +167,35 @@ class Lending:
         except LoanRefused as refusal:
             self._instruments.not_lent.labels("quota" if isinstance(refusal, OverQuota) else "limit").inc()
             return None
-        self._carry_out(effects)
-        self._instruments.loans.inc()
-        self._report()  # the engine may be idle from here on
-        self._link.note(
-            Note(
-                name="publish",
-                start_ns=began_ns,
-                end_ns=time.monotonic_ns(),
-                traceparent=params.traceparent,
-                attributes=(
-                    ("kvlease.lease_id", lease_id),
-                    ("kvlease.conversation", params.conversation or ""),
-                    ("kvlease.engine_id", terms.engine_id),
-                    ("kvlease.tokens", strides * terms.stride_tokens),
-                    ("kvlease.blocks", blocks),
-                ),
-            )
-        )
+        pin, *others = effects
+        assert isinstance(pin, Pin)
+        for group in turn.held:
+            del group[:blocks]  # the request's references are the lease's: the pool need not be asked
+        self._carry_out(others)
         return lease_id
 
     def service(self) -> None:
         """Does what is due: orders of the registry, deadlines. Cheap when nothing is."""
         now_ms = self._clock.now_ms()
-        link = self._link
-        while link.orders:
+        link, holder = self._link, self._holder
+        for _ in range(min(ORDERS_AT_ONCE, len(link.orders))):
             order = link.orders.popleft()
-            self._carry_out(self._holder.end(order.lease_id, order.reason))
-        while link.renewals:
+            self._carry_out(holder.end(order.lease_id, order.reason))
+        for _ in range(min(ORDERS_AT_ONCE, len(link.renewals))):
             lease_id, (ttl_ms, promised_ms) = link.renewals.popitem()
             if promised_ms is None:
-                self._carry_out(self._holder.renew(lease_id, ttl_ms, now_ms))
+                self._carry_out(holder.renew(lease_id, ttl_ms, now_ms))
             else:
-                self._carry_out(self._holder.keep_promise(lease_id, promised_ms, now_ms))
-        free_blocks = self._pool.get_num_free_blocks()
-        self._carry_out(self._holder.tick(now_ms, free_blocks=free_blocks))
+                self._carry_out(holder.keep_promise(lease_id, promised_ms, now_ms))
+        free_blocks = self._free_soon()
+        self._carry_out(holder.tick(now_ms, free_blocks=free_blocks))
         if free_blocks < self._terms.keep_free_blocks:
-            self._carry_out(self._holder.ease(self._pool.get_num_free_blocks()))
+            self._carry_out(holder.ease(self._free_soon()))
+        if self._returns.blocks:
+            self._give_back(RETURNED_BLOCKS)
         if now_ms - self._reported_ms >= POOL_REPORT_MS:
             self._reported_ms = now_ms
-            self._report()
+            self._tell(())
 
     def was_read(self, lease_ids: Iterable[LeaseId]) -> None:
         """Borrowers have read these leases, as far as their NIXL agents said so."""
@@ -204,21 +204,24 @@ class Lending:
             self._holder.was_read(lease_id, now_ms)
 
     def give_way(self, more_blocks: int, least_blocks: int = 0) -> bool:
-        """The engine lacks blocks: ends live leases until they held `more_blocks`; whether any was ended.
+        """The engine lacks blocks: gives `more_blocks` back, those of live leases too; whether there were any to give.
 
-        Ends none if `least_blocks`, which the engine needs free at once, could not be had from all of them.
+        Gives none if `least_blocks`, which the engine needs free at once, could not be had from all of them.
         """
-        holder = self._holder
-        if not holder.live_blocks or least_blocks > self._pool.get_num_free_blocks() + holder.live_blocks:
+        owed = self._returns.blocks
+        ours = owed + self._holder.live_blocks
+        if not ours or least_blocks > self._pool.get_num_free_blocks() + ours:
             return False
-        effects = holder.relieve(more_blocks)
-        self._carry_out(effects)
-        return bool(effects)
+        if more_blocks > owed:
+            self._carry_out(self._holder.relieve(more_blocks - owed))
+        self._give_back(more_blocks)
+        return True
 
     def end_all(self, reason: EndReason) -> None:
-        """Ends every lease. Whatever becomes of the bookkeeping, no seal is whole afterwards."""
+        """Ends every lease and gives all blocks back. Whatever becomes of the bookkeeping, no seal is whole then."""
         try:
             self._carry_out(self._holder.end_all(reason))
+            self._give_back(self._returns.blocks)
         except Exception:
             for table in self._tables:
                 table.break_all()
@@ -228,6 +231,7 @@ class Lending:
         """Other terms from now on. No lease of the earlier ones stays."""
         self.end_all(EndReason.WEIGHTS_CHANGED)
         self._carry_out(self._holder.tick(self._clock.now_ms()))  # what is still to be given back
+        self._give_back(self._returns.blocks)
         self._terms = terms
         self._seeds = digests.Seeds(terms.fingerprint_hash)
         self._holder = LeaseHolder(terms, first_value=secrets.randbits(63) | 1)
@@ -271,6 +275,7 @@ class Lending:
             log.exception("kvlease: bookkeeping of a reused block failed; all seals are broken")
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
+        told: list[Told] = []
         for effect in effects:
             match effect:
                 case BreakSeal():
@@ -278,59 +283,52 @@ class Lending:
                         table.break_seal(effect.slot)
                 case WriteSeal():
                     for table in self._tables:
-                        table.write(effect.slot, effect.value, effect.record_hash)
+                        table.write_value(effect.slot, effect.value)
                 case Pin():
                     self._pool.touch(self._blocks(effect.blocks))
-                case Free():
-                    self._pool.free_blocks(reversed(self._blocks(effect.blocks)))
-                case Unpin():
-                    self._pool.unpin_blocks(reversed(self._blocks(effect.blocks)), self._on_reuse)
-                case Announce():
-                    self._link.publish(effect.publication)
-                case AnnounceLapsed():
-                    self._link.lapsed(effect.lease_id)
-                case AnnounceRenewed():
-                    self._link.renewed(effect.lease_id, effect.deadline_ms)
-                    self._note("renew", effect.publication, ("kvlease.outcome", "renewed"))
-                case RefuseRenewal():
-                    self._link.refuse_renewal(effect.lease_id, effect.status)
-                case AnnounceEnded():
-                    self._link.ended(effect.lease_id, effect.reason)
-                    self._instruments.ends.labels(effect.reason.value).inc()
-                    self._note("end", effect.publication, ("kvlease.end_reason", effect.reason.value))
+                case Free() | Unpin():
+                    self._returns.owe(effect)
+                case _:
+                    told.append(effect)
+        if told:  # the engine may be idle from here on: how things stand is told, too
+            self._tell(told)
 
-    def _note(self, name: str, publication: Publication, *more: tuple[str, str]) -> None:
-        now_ns = time.monotonic_ns()
-        self._link.note(
-            Note(
-                name=name,
-                start_ns=now_ns,
-                end_ns=now_ns,
-                traceparent=publication.traceparent,
-                attributes=(
-                    ("kvlease.lease_id", publication.lease_id),
-                    ("kvlease.conversation", publication.conversation or ""),
-                    ("kvlease.engine_id", self._terms.engine_id),
-                    *more,
-                ),
-            )
-        )
+    def _free_soon(self) -> int:
+        """Free blocks, those that leases have given up and the pool has not got back yet among them."""
+        return self._pool.get_num_free_blocks() + self._returns.blocks
+
+    def _give_back(self, most: int) -> None:
+        for portion in self._returns.take(most):
+            blocks = reversed(self._blocks(portion.blocks))
+            if isinstance(portion, Free):
+                self._pool.free_blocks(blocks)
+            else:
+                self._pool.unpin_blocks(blocks, self._on_reuse)
 
     def _next_id(self) -> LeaseId:
-        """A random id; drawn many at a time, since each call for randomness is a system call."""
+        """A random id. Each draw is a system call, so many are drawn at a time, and in the link's thread."""
         if not self._ids:
-            drawn = secrets.token_bytes(16 * IDS_AT_ONCE).hex()
-            self._ids.extend(LeaseId(drawn[start : start + 32]) for start in range(0, len(drawn), 32))
+            self._draw_ids()
+        if len(self._ids) == IDS_AT_ONCE // 2:
+            self._link.call(self._draw_ids)
         return self._ids.popleft()
+
+    def _draw_ids(self) -> None:
+        drawn = secrets.token_bytes(16 * IDS_AT_ONCE).hex()
+        self._ids.extend(LeaseId(drawn[start : start + 32]) for start in range(0, len(drawn), 32))
 
     def _blocks(self, ids: Sequence[int]) -> list[Block]:
         every = self._pool.blocks
         return [every[block_id] for block_id in ids]
 
-    def _report(self) -> None:
-        self._link.pool(self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks)
-        instruments, holder = self._instruments, self._holder
-        instruments.held.labels("live").set(holder.count(LeaseState.LIVE))
-        instruments.held.labels("lapsed").set(holder.count(LeaseState.LAPSED))
-        instruments.pinned.set(holder.live_blocks)
-        instruments.pinned_bytes.set(holder.live_blocks * self._terms.block_bytes)
+    def _tell(self, told: Sequence[Told]) -> None:
+        """Leaves the telling, and how things stand, to the link's thread."""
+        holder, pool = self._holder, self._pool
+        standing = Standing(
+            leases=len(holder),
+            lapsed=holder.count(LeaseState.LAPSED),
+            pinned_blocks=holder.live_blocks + self._returns.blocks,
+            free_blocks=pool.get_num_free_blocks(),
+            total_blocks=pool.num_gpu_blocks,
+        )
+        self._link.call(self._announcer.tell, told, standing)

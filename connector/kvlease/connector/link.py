@@ -3,8 +3,8 @@
 One daemon thread with one event loop per scheduler process. The engine's thread puts work in without ever blocking and
 takes answers out of deques; it is never called from here.
 
-Invariant: a call from the engine's thread costs one append and at most one wake-up of the loop, whatever the network
-does; nothing is kept for requests beyond the named limits.
+Invariant: a call from the engine's thread costs one append and at most one ring of the bell, whatever the network
+does, and never gives the interpreter lock away; nothing is kept for requests beyond the named limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from kvlease.connector.borrower import ComputeReason
+from kvlease.connector import request_params
+from kvlease.connector.bell import Bell
+from kvlease.connector.borrower import ComputeReason, Match, Question
 from kvlease.connector.journal import Journal, Note
 from kvlease.connector.probe import LenderProbe
 from kvlease.connector.settings import ConnectorSettings
@@ -33,11 +35,9 @@ from kvlease.registry.values import (
     Hit,
     LeaseId,
     Miss,
-    Publication,
     PublishResult,
     PublishStatus,
     RenewStatus,
-    ResolveQuery,
 )
 
 MAX_RESOLVES_IN_FLIGHT: Final = 4_096
@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of a resolve: the answer and whether its lender could be reached, or why there is no answer."""
+    """What became of a resolve: the lease it found and whether its lender could be reached, or why there is none."""
 
     request_id: str
-    answer: Hit | Miss | ComputeReason
+    found: Match | ComputeReason
     reachable: bool = False
 
 
@@ -74,6 +74,14 @@ _REFUSED: Final = {
 }
 
 
+def judged(question: Question, answer: Hit | Miss) -> Match | ComputeReason:
+    """What an answer is good for: a record must also say how its lender is read from."""
+    found = question.judge(answer)
+    if isinstance(found, Match) and not request_params.names_lender(found.content):
+        return ComputeReason.RECORD_INVALID
+    return found
+
+
 class Link:
     """The thread and its queues. `start` returns at once; everything works, with misses, while the registry is away."""
 
@@ -84,6 +92,7 @@ class Link:
         self._probe = probe
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="kvlease-link", daemon=True)
+        self._bell = Bell(self._wake)
         self._client: RegistryClient | None = None
         self._session: LenderSession | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,6 +126,7 @@ class Link:
     # -- called from the engine's thread ---------------------------------------------------------------------------
 
     def start(self) -> None:
+        self._bell.open()
         self._thread.start()
 
     def lend_as(self, engine: Engine) -> None:
@@ -124,57 +134,51 @@ class Link:
 
         Called again, it says what has changed: by then no lease of the earlier session is held.
         """
-        self._call(self._lend_as, engine)
+        self.call(self._lend_as, engine)
 
-    def resolve(self, request_id: str, query: ResolveQuery) -> None:
+    def resolve(self, request_id: str, question: Question) -> None:
+        """Asks the registry; the judged answer will be among `answers`."""
         refusal = None
         if self._ended:
             refusal = ComputeReason.REGISTRY_UNAVAILABLE
         elif self._asked - self._answered >= MAX_RESOLVES_IN_FLIGHT:
             refusal = ComputeReason.OVERLOADED
         if refusal is not None:
-            self.answers.append(Answer(request_id=request_id, answer=refusal))
+            self.answers.append(Answer(request_id=request_id, found=refusal))
             return
         self._asked += 1
-        self._call(self._spawn_resolve, request_id, query)
+        self.call(self._spawn_resolve, request_id, question)
 
-    def publish(self, publication: Publication) -> None:
-        self._call(self._with_session, lambda session: session.publish(publication))
-
-    def ended(self, lease_id: LeaseId, reason: EndReason) -> None:
-        self._call(self._with_session, lambda session: session.ended(lease_id, reason))
-
-    def renewed(self, lease_id: LeaseId, deadline_ms: int) -> None:
-        self._call(self._with_session, lambda session: session.renewed(lease_id, deadline_ms))
-
-    def lapsed(self, lease_id: LeaseId) -> None:
-        self._call(self._with_session, lambda session: session.lapsed(lease_id))
-
-    def refuse_renewal(self, lease_id: LeaseId, status: RenewStatus) -> None:
-        self._call(self._with_session, lambda session: session.refuse_renewal(lease_id, status))
-
-    def pool(self, free_blocks: int, total_blocks: int) -> None:
-        self._call(self._with_session, lambda session: session.pool(free_blocks, total_blocks))
+    @property
+    def traced(self) -> bool:
+        """Whether anybody wants spans: if not, no note need be made."""
+        return self._journal.traced
 
     def note(self, note: Note) -> None:
         """Something worth a span; made into one here, so that the engine's thread does not pay for it."""
-        self._call(self._journal.record, note)
+        if self.traced:
+            self.call(self._journal.record, note)
 
     def close(self) -> None:
         """Says goodbye and stops the thread, within CLOSE_LIMIT_S."""
         if self._thread.is_alive():
-            self._call(self._stop.set)
+            self.call(self._stop.set)
             self._thread.join(CLOSE_LIMIT_S)
+        self._bell.close()
 
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        """One append; the loop is woken only if it does not know yet that there is work."""
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Runs it in this thread, after all that was called before: one append, and a ring if nobody has rung yet."""
         if self._ended:
             return
         self._work.append(partial(function, *args))
         if not self._woken:
             self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the engine is going away
-                self._loop.call_soon_threadsafe(self._do_work)
+            self._bell.ring()
+
+    def _wake(self) -> None:
+        """Called by the bell's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine is going away
+            self._loop.call_soon_threadsafe(self._do_work)
 
     def _do_work(self) -> None:
         # Cleared before the queue is emptied: what is appended after the last look wakes the loop again.
@@ -238,37 +242,39 @@ class Link:
         except KvleaseError as error:
             log.error("kvlease: this engine lends no more: %s", error)
 
-    def _with_session(self, action: Callable[[LenderSession], None]) -> None:
+    def with_session(self, action: Callable[[LenderSession], None]) -> None:
+        """In this thread: tells the registry something, if this engine lends."""
         if self._session is not None:
             action(self._session)
 
-    def _spawn_resolve(self, request_id: str, query: ResolveQuery) -> None:
-        self._spawn(self._resolve(request_id, query))
+    def _spawn_resolve(self, request_id: str, question: Question) -> None:
+        self._spawn(self._resolve(request_id, question))
 
-    async def _resolve(self, request_id: str, query: ResolveQuery) -> None:
+    async def _resolve(self, request_id: str, question: Question) -> None:
         try:
-            self.answers.append(await self._ask(request_id, query))
+            found = await self._ask(question)
+            reachable = isinstance(found, Match) and await self._probe.reachable(found.content)
+            self.answers.append(Answer(request_id=request_id, found=found, reachable=reachable))
         finally:
             self._answered += 1
 
-    async def _ask(self, request_id: str, query: ResolveQuery) -> Answer:
+    async def _ask(self, question: Question) -> Match | ComputeReason:
         if self._client is None:
-            return Answer(request_id=request_id, answer=ComputeReason.REGISTRY_UNAVAILABLE)
+            return ComputeReason.REGISTRY_UNAVAILABLE
         try:
-            answer = await self._client.resolve(query, timeout_ms=self._settings.resolve_wait_ms)
+            answer = await self._client.resolve(question.query(), timeout_ms=self._settings.resolve_wait_ms)
         except DeadlineExceeded:
-            return Answer(request_id=request_id, answer=ComputeReason.RESOLVE_TIMEOUT)
+            return ComputeReason.RESOLVE_TIMEOUT
         except KvleaseError:
-            return Answer(request_id=request_id, answer=ComputeReason.REGISTRY_UNAVAILABLE)
-        reachable = isinstance(answer, Hit) and await self._probe.reachable(answer)
-        return Answer(request_id=request_id, answer=answer, reachable=reachable)
+            return ComputeReason.REGISTRY_UNAVAILABLE
+        return judged(question, answer)
 
     # -- what the session reports ----------------------------------------------------------------------------------
 
     def on_end(self, lease_id: LeaseId, reason: EndReason) -> None:
         """An idle engine takes no step: the seal breaks and the end is told here; blocks follow in its next one."""
         if self.break_seal is not None and self.break_seal(lease_id):
-            self._with_session(lambda session: session.ended(lease_id, reason))
+            self.with_session(lambda session: session.ended(lease_id, reason))
         self.orders.append(EndOrder(lease_id=lease_id, reason=reason))
 
     def on_renew(self, lease_id: LeaseId, ttl_ms: int) -> None:
@@ -279,11 +285,11 @@ class Link:
         promised = self.renew(lease_id, ttl_ms) if self.renew is not None else None
         if isinstance(promised, RenewStatus):
             status = promised
-            self._with_session(lambda session: session.refuse_renewal(lease_id, status))
+            self.with_session(lambda session: session.refuse_renewal(lease_id, status))
             return
         if promised is not None:
             deadline_ms = promised
-            self._with_session(lambda session: session.renewed(lease_id, deadline_ms))
+            self.with_session(lambda session: session.renewed(lease_id, deadline_ms))
         self.renewals[lease_id] = (ttl_ms, promised)
 
     def on_result(self, result: PublishResult) -> None:

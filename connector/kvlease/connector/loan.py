@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from kvlease.connector.digests import Chain
 from kvlease.registry.values import ConversationId, EngineId, Incarnation, LeaseId, OnDeadline, TenantId
 
 
@@ -65,14 +67,14 @@ class LenderTerms:
         return min(own, self.max_blocks) if own else self.max_blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loan:
-    """A finished turn to lend: whole strides of it, and the blocks they lie in."""
+class Loan(NamedTuple):
+    """A finished turn to lend: whole strides of it, and the blocks they lie in. A tuple, since it is made
+    within an engine's step."""
 
     lease_id: LeaseId
     tenant: TenantId
     conversation: ConversationId | None
-    digests: bytes
+    chain: Chain
     block_ids: tuple[tuple[int, ...], ...]
     engine_params: bytes
     traceparent: str = ""

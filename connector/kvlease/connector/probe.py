@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from kvlease.connector.record import RecordInvalid, decode
+from kvlease.connector.record import RecordContent
 from kvlease.registry.clock import Clock
-from kvlease.registry.values import EngineId, Hit, Incarnation
+from kvlease.registry.values import EngineId, Incarnation
 
 GOOD_FOR_MS: Final = 10_000
 BAD_FOR_MS: Final = 2_000
@@ -63,9 +63,9 @@ class LenderProbe:
             task.cancel()
         await self._channel.close()
 
-    async def reachable(self, hit: Hit) -> bool:
-        """Whether the lender of this answer can be read from; False for a record that cannot be read either."""
-        peer = peer_of(hit)
+    async def reachable(self, content: RecordContent) -> bool:
+        """Whether the lender that this record names can be read from; False if it names no side channel."""
+        peer = peer_of(content)
         if peer is None:
             return False
         known = self._known.get(peer)
@@ -90,12 +90,11 @@ class LenderProbe:
         return good
 
 
-def peer_of(hit: Hit) -> Peer | None:
+def peer_of(content: RecordContent) -> Peer | None:
     """The side channel that a record names; None if it names none."""
     try:
-        content = decode(hit.record)
         params = json.loads(content.engine_params)
-    except (RecordInvalid, ValueError):
+    except ValueError:
         return None
     if not isinstance(params, dict):
         return None

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvlease.connector.record import RecordContent
 from kvlease.registry.values import MAX_TRACEPARENT_CHARS, ConversationId, LeaseId, OnDeadline, TenantId, is_id
 
 KEY = "kvlease"
@@ -85,6 +86,14 @@ def engine_params(raw: bytes) -> dict[str, object]:
         if not _within(given.get(name, 1), MAX_RANKS):
             raise ValueError(f"{name} must be a number of ranks")
     return given
+
+
+def names_lender(content: RecordContent) -> bool:
+    """Whether a record's engine parameters have what a READ from its lender needs, and are that lender's."""
+    try:
+        return engine_params(content.engine_params)["remote_engine_id"] == content.engine_id
+    except ValueError:
+        return False
 
 
 def _within(value: object, limit: int) -> bool:

@@ -2,9 +2,10 @@
 
 Pure: the layout of a slot and the verdict on what was read from one. Where the table lives is `seal_table.py`.
 
-A slot has 32 bytes: a 64-bit value (little-endian), then 24 bytes of record hash. Written hash first, then value;
-broken by writing 0 to the value. Values never repeat within an incarnation, so a slot used again cannot be mistaken:
-a reader that finds the value it expects read the slot before it was broken, whatever the hash bytes beside it were.
+A slot has 32 bytes: a 64-bit value (little-endian), then 24 bytes of record hash. The value is written when the lease's
+blocks are pinned, the hash before its record is published; broken by writing 0 to the value. Values never repeat within
+an incarnation, so a slot used again cannot be mistaken: a reader that finds the value it expects read the slot before
+it was broken, whatever the hash bytes beside it were.
 """
 
 from __future__ import annotations

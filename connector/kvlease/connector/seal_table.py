@@ -4,8 +4,9 @@ Owns the file and its mapping; the layout of a slot is `seal.py`'s. The worker m
 KV caches; whoever decides about leases writes and breaks seals through a second mapping of the same pages, so a break
 is visible to a reader's NIC or copy thread as soon as the store is.
 
-Invariant: `write` stores the hash before the value, `break_seal` stores the value alone; values are aligned 64-bit
-words, stored in one move.
+Invariant: values are aligned 64-bit words, stored in one move, and `break_seal` stores the value alone. A value is
+written by the thread that decides about leases; the hash beside it may be written by another one, before the record is
+published.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import struct
 from pathlib import Path
 from typing import Final, Self
 
-from kvlease.connector.seal import BROKEN, HEADER_BYTES, SLOT_BYTES, slot_offset, table_bytes
+from kvlease.connector.seal import BROKEN, HEADER_BYTES, SLOT_BYTES, VALUE_BYTES, slot_offset, table_bytes
 
 DIRECTORY: Final = Path("/dev/shm")
 PREFIX: Final = "kvlease-seal"
@@ -88,11 +89,14 @@ class SealTable:
     def size(self) -> int:
         return table_bytes(self.slots)
 
-    def write(self, slot: int, value: int, record_hash: bytes) -> None:
-        """Makes the seal whole: the hash first, then the value."""
+    def write_value(self, slot: int, value: int) -> None:
+        """From here on the slot says that the blocks of a lease are untouched; which record that is, its hash says."""
+        self._words[(HEADER_BYTES + slot * SLOT_BYTES) // 8] = value
+
+    def write_hash(self, slot: int, record_hash: bytes) -> None:
+        """Binds a record to the slot's value. No reader knows the value before the record is published."""
         start = slot_offset(slot)
-        self._mapping[start + 8 : start + SLOT_BYTES] = record_hash
-        self._words[start // 8] = value
+        self._mapping[start + VALUE_BYTES : start + SLOT_BYTES] = record_hash
 
     def break_seal(self, slot: int) -> None:
         """After this, no reader finds the slot's value."""

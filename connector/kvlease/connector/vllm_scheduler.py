@@ -81,6 +81,8 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             host, _, port = settings.metrics.rpartition(":")
             rank = int(vllm_config.parallel_config.data_parallel_index)  # each rank is an engine and a process
             self._metrics = serve_metrics(self._instruments.registry, host=host, port=int(port) + rank)
+        self._manager: Any = None
+        """The engine's cache manager."""
         self._identity: vllm_startup.EngineIdentity | None = None
         self._lending: Lending | None = None
         self._borrowing: Borrowing | None = None
@@ -104,6 +106,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         self._identity = vllm_startup.identify(
             self.vllm_config, self._settings, kv_cache_manager, int(self.block_size), self._weights.version
         )
+        self._manager = kv_cache_manager
         self._weights.bind(kv_cache_manager)
         if self._lends:
             vllm_cache.let_leases_give_way(kv_cache_manager, self._identity.block_tokens, self._give_way)
@@ -318,6 +321,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
                 ),
                 block_hashes=request.block_hashes,
                 block_ids=block_ids,
+                held=vllm_cache.blocks_of(self._manager, request_id),
                 adapter=adapter,
             )
         )

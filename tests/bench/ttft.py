@@ -2,7 +2,9 @@
 
 `python -m tests.bench.ttft` (`make bench-ttft`). Three pairs of real CPU engines run side by side and every round asks
 each of them in turn, so that what else the machine does hits all alike. All pairs have the decode engine's prefix cache
-on; the prefill engine's is on only in the pair that shows the limit, a turn served from P's own cache.
+on; the prefill engine's is on only in the pair that shows the limit, a turn served from P's own cache. Stock's pair is
+stopped while another one is measured: an engine that holds blocks for stock's reuse takes a step each millisecond, half
+a core of a small machine, and would be measured in all others.
 
 A turn is timed from the request to the prefill engine to the first streamed token of the decode engine, without a
 router, as stock's published benchmark does.
@@ -13,11 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from rich.console import Console
 from tests.bench.figures import Figure, Unit, at_most, over_rounds
 from tests.bench.report import Report, show, write_json
 from tests.engines.chat import ids, token_ids
+from tests.engines.children import Child
 from tests.engines.engine import Json
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.openai_client import PREFILL_ONLY, Answer, OpenAIClient
@@ -45,6 +49,20 @@ class Pair:
 
     prefill: OpenAIClient
     decode: OpenAIClient
+    engines: tuple[Child, ...]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Running inside the block only."""
+        self.signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGSTOP)
+
+    def signal(self, number: signal.Signals) -> None:
+        for engine in self.engines:
+            engine.signal(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +121,9 @@ def ways(leases: Pair, stock: Pair, caching: Pair) -> dict[str, Way]:
         return await _second(leases, said.history + ids(NEW_TOKENS, -seed), {}, told(seed))
 
     async def by_stock(context: int, seed: int) -> float:
-        said = await _first(stock, ids(context, seed), {})
-        return await _second(stock, said.history + ids(NEW_TOKENS, -seed), said.params, {})
+        with stock.alone():
+            said = await _first(stock, ids(context, seed), {})
+            return await _second(stock, said.history + ids(NEW_TOKENS, -seed), said.params, {})
 
     async def from_own_cache(context: int, seed: int) -> float:
         said = await _first(caching, ids(context, seed), {})
@@ -130,9 +149,12 @@ async def measure(contexts: Sequence[int], rounds: int) -> list[Figure]:
             return Pair(
                 prefill=await stack.enter_async_context(OpenAIClient(fleet.prefill_url)),
                 decode=await stack.enter_async_context(OpenAIClient(fleet.decode_url)),
+                engines=tuple(fleet.child(engine.engine_id) for engine in engines),
             )
 
-        every = ways(await pair(True, False), await pair(False, False), await pair(True, True))
+        stock = await pair(False, False)
+        every = ways(await pair(True, False), stock, await pair(True, True))
+        stack.callback(stock.signal, signal.SIGCONT)
         for way in every.values():
             await way(200, 1)
         figures: list[Figure] = []

@@ -48,7 +48,7 @@ def lend(lender: Desk, name: str, adapter: Any | None) -> bytes:
     lender.run()
     held = lender.side._lending._holder._held
     made = [lease for lease_id, lease in held.items() if lease_id not in before]
-    return bytes(made[0].publication.record.digests) if made else b""
+    return bytes(made[0].loan.chain.digests) if made else b""
 
 
 def asked(borrower: Desk, name: str, adapter: Any | None) -> bytes:

@@ -180,7 +180,7 @@ def test_a_lease_and_those_it_supersedes_are_one_transaction() -> None:
         changes.append(lease_put(f"new-{i}", owner))
         changes.append(LeaseGone(lease_id=LeaseId(f"old-{i}"), reason=EndReason.SUPERSEDED))
     keys = Keys("/test/")
-    made = parcels(keys, "me", changes)
+    made = list(parcels(keys, "me", changes))
     assert len(made) == 2
     for parcel in made:
         puts = {keys.lease_of(key).removeprefix("new-") for key in parcel.puts}

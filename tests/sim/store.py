@@ -69,13 +69,10 @@ class StoreEnd:
     def commit(self, changes: Sequence[StoreChange], done: Callable[[bool], None]) -> None:
         """`done` hears whether they are known to be kept; if not, the same list is to be committed again."""
         if self._unfinished is None or self._unfinished[0] is not changes:
-            self._unfinished = changes, parcels(KEYS, self._writer, changes)
+            self._unfinished = changes, list(parcels(KEYS, self._writer, changes))
         waiting = self._unfinished[1]
         if not waiting:
             self._unfinished = None
-            for change in changes:
-                if isinstance(change, EngineGone):
-                    self._release(change.engine_id, change.incarnation)
             done(True)
             return
 
@@ -109,6 +106,8 @@ class StoreEnd:
 
     def _send(self, parcel: Parcel, done: Callable[[bool], None]) -> None:
         key = own_batch_key(KEYS, self._writer)
+        for engine_id, incarnation in parcel.hellos:
+            self._engines.setdefault(engine_id, set()).add(incarnation)
         leases = {owner: self._lease_of(owner) for owner in parcel.owners}
         ttls = {
             lease: self._plan.engine_ttl_ms if owner.engine is not None else self._plan.replica_ttl_ms
@@ -156,7 +155,6 @@ class StoreEnd:
         if owner.engine is None:
             return self._replica_lease
         engine_id, incarnation = owner.engine
-        self._engines.setdefault(engine_id, set()).add(incarnation)
         return _lease_id("engine", engine_id, incarnation.hex())
 
     def _with_leases(self, ttls: dict[LeaseId, int], then: Action, failed: Action) -> None:
@@ -171,8 +169,10 @@ class StoreEnd:
             return True
 
         def granted(_: bool) -> None:
-            self._kept.update(missing)
-            self._keeping.update(missing)
+            ours = {_lease_id("engine", x, one.hex()) for x, ones in self._engines.items() for one in ones}
+            keep = missing.keys() & (ours | {self._replica_lease})  # not what is written late
+            self._kept.update(keep)
+            self._keeping.update(keep)
             then()
 
         self._ask(grant, granted, failed)
@@ -187,6 +187,19 @@ class StoreEnd:
             self._keeping.discard(lease)
         if not ours:
             self._engines.pop(engine_id, None)
+
+    def _account(self, found: Batch) -> None:
+        """By the store's order: whose engines are ours to keep."""
+        for change in found.changes:
+            if isinstance(change, EnginePut) and not found.own:
+                self._release(change.engine.engine_id)
+            elif isinstance(change, EnginePut):
+                engine_id, incarnation = change.engine.engine_id, change.engine.incarnation
+                self._engines.setdefault(engine_id, set()).add(incarnation)
+                self._kept.add(_lease_id("engine", engine_id, incarnation.hex()))
+                self._keeping.add(_lease_id("engine", engine_id, incarnation.hex()))
+            elif isinstance(change, EngineGone) and found.own:
+                self._release(change.engine_id, change.incarnation)
 
     def _keep_all(self) -> None:
         kept = sorted(self._keeping)
@@ -225,10 +238,7 @@ class StoreEnd:
             found = reader.batch(EtcdChanges(revision=Revision(entry.revision), events=entry.events))
             if found is None:
                 return
-            if not found.own:
-                for change in found.changes:
-                    if isinstance(change, EnginePut):
-                        self._release(change.engine.engine_id)
+            self._account(found)
             batch(found)
 
         def got(answer: tuple[tuple[KeyValue, ...], Watch]) -> None:
@@ -237,9 +247,8 @@ class StoreEnd:
             self.watch = watch
             reader.load(kvs)
             view = reader.view()
-            for engine in view.engines:
-                if not engine.own:
-                    self._release(engine.put.engine.engine_id)
+            for engine_id in self._engines.keys() - {x.put.engine.engine_id for x in view.engines if x.own}:
+                self._release(engine_id)
             loaded(view)
             watch.open(took, over)
 

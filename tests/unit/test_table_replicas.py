@@ -264,3 +264,13 @@ def test_what_was_withdrawn_when_the_home_moved_is_the_new_homes_business() -> N
     home.settle()
     gone = LeaseGone(lease_id=FIRST, reason=EndReason.LENDER_LOST)
     assert gone in home.last.stored
+
+
+def test_what_expired_together_with_its_engine_is_written_again_once() -> None:
+    home, lender, _ = pair()
+    gone = EngineGone(engine_id=lender.engine.engine_id, incarnation=lender.engine.incarnation)
+    lost = LeaseGone(lease_id=FIRST, reason=EndReason.LENDER_LOST)
+    stored = take(home, gone, lost, expired=True).stored
+    assert [type(x) for x in stored] == [EnginePut, LeasePut]
+    stored = take(home, lost, expired=True).stored
+    assert [type(x) for x in stored] == [LeasePut]

@@ -77,21 +77,19 @@ def own_batch_key(keys: Keys, writer: str) -> bytes:
     return keys.batch(writer)
 
 
-def parcels(keys: Keys, writer: str, changes: Sequence[StoreChange]) -> list[Parcel]:
-    """As few as the limits allow."""
-    made: list[Parcel] = []
+def parcels(keys: Keys, writer: str, changes: Sequence[StoreChange]) -> Iterator[Parcel]:
+    """As few as the limits allow. Each is made when it is asked for: all together may be gigabytes."""
     packing: list[tuple[StoreChange, bytes]] = []
     size = 0
     for group in _groups(writer, changes):
         group_size = sum(len(value) for _, value in group)
         if packing and (len(packing) + len(group) > MAX_CHANGES or size + group_size > MAX_BYTES):
-            made.append(_parcel(keys, writer, packing))
+            yield _parcel(keys, writer, packing)
             packing, size = [], 0
         packing.extend(group)
         size += group_size
     if packing:
-        made.append(_parcel(keys, writer, packing))
-    return made
+        yield _parcel(keys, writer, packing)
 
 
 def _groups(writer: str, changes: Sequence[StoreChange]) -> Iterator[list[tuple[StoreChange, bytes]]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -71,6 +71,18 @@ class EtcdStoreSettings:
     """After an engine's home is gone and no other replica has its session, the engine goes."""
 
 
+class _Unfinished:
+    """A commit that was begun, and the transaction of it that is next."""
+
+    def __init__(self, changes: Sequence[StoreChange], waiting: Iterator[Parcel]) -> None:
+        self.changes: Final = changes
+        self._waiting: Final = waiting
+        self.parcel = next(waiting, None)
+
+    def go_on(self) -> None:
+        self.parcel = next(self._waiting, None)
+
+
 class EtcdStore:
     """See `Store`. An async context manager; opens also while etcd is away."""
 
@@ -88,7 +100,7 @@ class EtcdStore:
         self._aliases: Final[dict[int, tuple[EtcdLeaseId, float]]] = {}
         self._written = 0
         """Transactions of this run: the version of its batch key."""
-        self._unfinished: tuple[Sequence[StoreChange], list[Parcel]] | None = None
+        self._unfinished: _Unfinished | None = None
 
     async def __aenter__(self) -> Self:
         """Raises EtcdError if credentials cannot be read."""
@@ -114,15 +126,12 @@ class EtcdStore:
         """See `Store`. Begun and not finished, the same list goes on where it was."""
         if not changes:
             return
-        if self._unfinished is not None and self._unfinished[0] is changes:
-            waiting = self._unfinished[1]
-        else:
-            waiting = parcels(self._keys, self._writer, changes)
-        self._unfinished = (changes, waiting)
+        if self._unfinished is None or self._unfinished.changes is not changes:
+            self._unfinished = _Unfinished(changes, parcels(self._keys, self._writer, changes))
         try:
-            while waiting:
-                await self._send(waiting[0])
-                del waiting[0]
+            while (parcel := self._unfinished.parcel) is not None:
+                await self._send(parcel)
+                self._unfinished.go_on()
         except LeaseNotFound as error:
             self._kept.clear()  # some etcd lease is gone: all are looked at again when this is repeated
             self._aliases.clear()
@@ -273,8 +282,20 @@ class EtcdStore:
     async def follow(self) -> AsyncIterator[Followed]:
         """See `Store`."""
         reader = EtcdReader(self._keys, self._writer)
+        watch = self._etcd.watch(self._keys.prefix, seen=await self._load(reader))
+        followed = Followed(view=reader.view(), batches=self._batches(watch, reader))
+        # Others have moved, or a restored store has forgotten them. None is ours that we did not know to be.
+        for engine_id in self._engines.keys() - {x.put.engine.engine_id for x in followed.view.engines if x.own}:
+            self._release(engine_id)
         try:
-            seen: Header | None = None
+            yield followed
+        finally:
+            await watch.aclose()
+
+    async def _load(self, reader: EtcdReader) -> Header | None:
+        """Everything at one moment; the header says at which."""
+        seen: Header | None = None
+        try:
             async for page in self._etcd.pages(self._keys.prefix):
                 seen = seen or page.header
                 reader.load(page.kvs)
@@ -282,17 +303,7 @@ class EtcdStore:
             raise Compacted("etcd compacted while it was being read") from error
         except EtcdError as error:
             raise RegistryUnavailable(f"etcd: {error.message}") from error
-        watch = self._etcd.watch(self._keys.prefix, seen=seen)
-        view = reader.view()
-        ours = {x.put.engine.engine_id for x in view.engines if x.own}
-        for engine_id in self._engines.keys() - ours:
-            self._release(engine_id)
-        for engine in view.engines:
-            self._account((engine.put,), own=engine.own)
-        try:
-            yield Followed(view=view, batches=self._batches(watch, reader))
-        finally:
-            await watch.aclose()
+        return seen
 
     async def _batches(self, watch: Watch, reader: EtcdReader) -> AsyncIterator[Batch]:
         while True:

@@ -18,10 +18,13 @@ from kvlease.registry.errors import Compacted, RegistryUnavailable
 from kvlease.registry.staleness import Staleness
 from kvlease.registry.store import Followed, Store
 from kvlease.registry.table import LeaseTable
+from kvlease.registry.table_changes import Batch, StoreChange, StoredView
 
 BEAT_S: Final = 1.0
 """Between two beats: other replicas learn so often how the lenders here are."""
 LOOK_S: Final = 0.05
+LOAD_WORK: Final = 64
+"""Leases of a loaded store that are taken in before others get their turn: some milliseconds."""
 BEAT_WAIT_S: Final = 2.0
 """For the store to take one."""
 
@@ -65,6 +68,7 @@ class Replica:
         self._alone: Final = not store.shared
         self._told = False
         self._fault = ""
+        self._beat_fault = ""
         self._told_touch = False
 
     @property
@@ -120,8 +124,13 @@ class Replica:
             try:
                 async with asyncio.timeout(BEAT_WAIT_S):
                     await self._store.beat(number, self._table.beats(now_ms=started_ms))
-            except (RegistryUnavailable, TimeoutError) as error:
-                _log.debug("beat %d did not reach the store: %s", number, error)
+                self._beat_fault = ""
+            except RegistryUnavailable as error:
+                if error.message != self._beat_fault:
+                    _log.warning("the store does not take our beat: %s", error.message)
+                    self._beat_fault = error.message
+            except TimeoutError:
+                _log.debug("beat %d did not reach the store within %.0f s", number, BEAT_WAIT_S)
             await asyncio.sleep(max(LOOK_S, BEAT_S - (self._clock.now_ms() - started_ms) / 1000))
 
     def _note(self, fault: str) -> None:
@@ -132,15 +141,26 @@ class Replica:
 
     async def _take_in(self, followed: Followed) -> None:
         self._fault = ""
-        pending = self._committer.pending()
-        self._committer.enqueue(self._table.replace(followed.view, pending, now_ms=self._clock.now_ms()))
+        await self._load(followed)
         async for batch in followed.batches:
-            changes = self._table.apply(batch, now_ms=self._clock.now_ms())
-            if changes:
-                self._committer.enqueue(changes)
+            self._apply(batch)
             if batch.beat_number is not None:
                 self._staleness.came_back(batch.beat_number)
                 self._tell()
+
+    async def _load(self, followed: Followed) -> None:
+        view, followed.view = followed.view, StoredView()  # else what has ended since is kept for as long as we follow
+        pending, now_ms = self._committer.pending(), self._clock.now_ms()
+        self._committer.enqueue(self._table.replace(view, pending, now_ms=now_ms, rest_follows=True))
+        rest: tuple[StoreChange, ...] = (*view.leases, *view.aliases)
+        for start in range(0, len(rest), LOAD_WORK):
+            self._apply(Batch(changes=rest[start : start + LOAD_WORK]))
+            await asyncio.sleep(0)
+
+    def _apply(self, batch: Batch) -> None:
+        changes = self._table.apply(batch, now_ms=self._clock.now_ms())
+        if changes:
+            self._committer.enqueue(changes)
 
     def _tell(self) -> None:
         self._tell_current()

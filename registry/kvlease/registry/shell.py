@@ -188,7 +188,7 @@ class RegistryShell:
         self._replica.check()
         if self._going_away:
             raise RegistryUnavailable("this registry is going away")
-        return self._events.watch(wanted, from_revision)
+        return self._events.watch(wanted, from_revision, current=lambda: self._replica.current)
 
     # --- callers
 
@@ -200,7 +200,7 @@ class RegistryShell:
 
     async def renew(self, tenant: TenantId, lease_id: LeaseId, ttl_ms: int) -> RenewResult:
         """Pass the wish on to the lender and wait for its answer. Raises LenderSilent."""
-        self._replica.check()
+        self._check_writable()
         settled, changes = self._table.ask_renewal(tenant, lease_id, ttl_ms=ttl_ms, now_ms=self._clock.now_ms())
         if settled is None:
             settled = await self._settlement(lease_id, changes)
@@ -210,7 +210,7 @@ class RegistryShell:
 
     async def end(self, order: EndOrder) -> int:
         """End all leases that the order names; how many. In steps, so that others are served in between."""
-        self._replica.check()
+        self._check_writable()
         ended, more = 0, True
         while more:
             count, more, changes = self._table.end(order, now_ms=self._clock.now_ms())
@@ -222,7 +222,7 @@ class RegistryShell:
         self, tenant: TenantId, conversation: ConversationId, aliases: Sequence[Alias], ttl_ms: int
     ) -> None:
         """Further names for a conversation. Raises InvalidRequest, LimitReached."""
-        self._replica.check()
+        self._check_writable()
         now_ms = self._clock.now_ms()
         changes = self._table.name_conversation(tenant, conversation, aliases, ttl_ms=ttl_ms, now_ms=now_ms)
         await self._committer.carry_out(changes)
@@ -231,7 +231,7 @@ class RegistryShell:
 
     async def open_session(self, engine: Engine, now_lender_ms: int) -> Outbox:
         """Raises EngineIdInUse, InvalidRequest, LimitReached, RegistryUnavailable."""
-        self._replica.check()
+        self._check_writable()
         if self._going_away:
             raise RegistryUnavailable("this registry is going away")
         session, changes = self._table.hello(engine, now_lender_ms=now_lender_ms, now_ms=self._clock.now_ms())
@@ -266,13 +266,15 @@ class RegistryShell:
     async def snapshot(
         self, session: SessionId, publications: Sequence[Publication], *, last: bool
     ) -> list[PublishResult]:
-        """Leases the lender still holds; with `last`, it holds no others."""
+        """Leases the lender still holds; with `last`, it holds no others. Raises Overloaded."""
+        self._committer.check_room()
         results, changes = self._table.snapshot(session, publications, last=last, now_ms=self._clock.now_ms())
         await self._committer.carry_out(changes)
         return results
 
     async def publish_in(self, session: SessionId, publications: Sequence[Publication]) -> list[PublishResult]:
-        """Make leases resolvable; one result each, in order."""
+        """Make leases resolvable; one result each, in order. Raises Overloaded."""
+        self._committer.check_room()
         results, changes = self._table.publish(session, publications, now_ms=self._clock.now_ms())
         await self._committer.carry_out(changes)
         return results
@@ -295,6 +297,11 @@ class RegistryShell:
         await self._committer.carry_out(self._table.goodbye(session))
 
     # --- inside
+
+    def _check_writable(self) -> None:
+        """Raises RegistryUnavailable, Overloaded."""
+        self._replica.check()
+        self._committer.check_room()
 
     def _current(self, current: bool) -> None:
         """A registry that has lost the store sends its lenders away: another one may have it."""

@@ -33,11 +33,12 @@ MAX_BACKLOG: Final = 1_024
 """Batches that wait for a replica which is slow to take them; then it has to load everything again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Followed:
     """What there is, and then what comes: `batches` goes on where `view` ends, and has no end."""
 
     view: StoredView
+    """Large. Whoever has taken it in lets go of it here."""
     batches: AsyncIterator[Batch]
     """Raises Compacted: follow anew. Raises RegistryUnavailable only if nothing can be done about it."""
 

@@ -284,9 +284,11 @@ class LeaseTable:
         """See `Replicas.apply`."""
         return self._replicas.apply(batch, now_ms)
 
-    def replace(self, view: StoredView, pending: Iterable[StoreChange], *, now_ms: int) -> Changes:
+    def replace(
+        self, view: StoredView, pending: Iterable[StoreChange], *, now_ms: int, rest_follows: bool = False
+    ) -> Changes:
         """See `Replicas.replace`."""
-        return self._replicas.replace(view, pending, now_ms)
+        return self._replicas.replace(view, pending, now_ms, rest_follows=rest_follows)
 
     def forgive(self, *, now_ms: int) -> None:
         """After a time in which no lender could be heard, each has as long to come back as one that is just suspect."""

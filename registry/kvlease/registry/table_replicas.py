@@ -66,19 +66,28 @@ class Replicas:
             draft.stored = corrections
             return draft.done()
         followed = {x.engine.engine_id for x in batch.changes if isinstance(x, EnginePut)}
+        again: set[LeaseId] = set()
         for change in batch.changes:
             if isinstance(change, EngineGone) and change.engine_id in followed:
                 continue  # made room for its next incarnation, which comes with it
-            corrections.extend(self._apply(draft, change, now_ms, expired=batch.expired))
+            for written in self._apply(draft, change, now_ms, expired=batch.expired):
+                if isinstance(written, LeasePut):
+                    if written.publication.lease_id in again:
+                        continue  # it expired together with its engine, with which it is written again already
+                    again.add(written.publication.lease_id)
+                corrections.append(written)
         for beat in batch.beats:
             self._hear(beat, now_ms)
         draft.stored = corrections
         return draft.done()
 
-    def replace(self, view: StoredView, pending: Iterable[StoreChange], now_ms: int) -> Changes:
+    def replace(
+        self, view: StoredView, pending: Iterable[StoreChange], now_ms: int, *, rest_follows: bool = False
+    ) -> Changes:
         """Make the table agree with all that is in the store, and the store with what only we can know.
 
-        `pending`: what we have yet to write, all of it later than `view`.
+        `pending`: what we have yet to write, all of it later than `view`. `rest_follows`: its leases and aliases are
+        not taken in here, but come as batches next, as many at a time as the caller likes.
         """
         draft = Draft()
         self._recount(pending, {x.put.engine.engine_id: x.put for x in view.engines if x.own})
@@ -111,10 +120,11 @@ class Replicas:
                 corrections.append(self._ledger.put(lease))
             elif not lease.holder.departed:
                 self._ledger.end(draft, lease, EndReason.LENDER_LOST, now_ms, push=False)
-        for put in view.leases:
-            corrections.extend(self._take_in(draft, put, now_ms))
-        for alias in view.aliases:
-            self._name(alias, now_ms)
+        if not rest_follows:
+            for put in view.leases:
+                corrections.extend(self._take_in(draft, put, now_ms))
+            for alias in view.aliases:
+                self._name(alias, now_ms)
         draft.stored = corrections
         return draft.done()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import Final, Self
@@ -57,14 +57,17 @@ class EventLog:
         self.cuts += 1
         self._wake()
 
-    def watch(self, wanted: LeaseFilter, from_revision: int) -> Watch:
-        """Raises LimitReached; Compacted if events after `from_revision` (0: now) are gone, or never were here."""
+    def watch(self, wanted: LeaseFilter, from_revision: int, *, current: Callable[[], bool] = lambda: True) -> Watch:
+        """`current` says whether what is here may still be told; once it may not, the watch ends.
+
+        Raises LimitReached; Compacted if events after `from_revision` (0: now) are gone, or never were here.
+        """
         if self._watchers >= self._max_watchers:
             raise LimitReached("too many watchers", limit="max_watchers")
         cursor = from_revision or self.revision
         self._behind(cursor)
         self._watchers += 1
-        return Watch(self, wanted, cursor)
+        return Watch(self, wanted, cursor, current)
 
     def leave(self) -> None:
         self._watchers -= 1
@@ -109,8 +112,9 @@ class EventLog:
 class Watch:
     """One watcher. A context manager, so that its place is given back."""
 
-    def __init__(self, log: EventLog, wanted: LeaseFilter, cursor: int) -> None:
+    def __init__(self, log: EventLog, wanted: LeaseFilter, cursor: int, current: Callable[[], bool]) -> None:
         self._log: Final = log
+        self._current: Final = current
         self._wanted: Final = wanted
         self._cuts: Final = log.cuts
         self.revision = cursor
@@ -133,7 +137,7 @@ class Watch:
         Raises Compacted.
         """
         events = await self._log.read(self.revision, wait_s=wait_s)
-        if events is None or self._log.cuts != self._cuts:
+        if events is None or self._log.cuts != self._cuts or not self._current():
             return None
         if events:
             self.revision = events[-1].revision

@@ -1,15 +1,15 @@
 """The registry party: the real lease table behind lines and datagrams, in virtual time, and a liar in front of it.
 
-The table is the product's; this is the thinnest shell around it: a session's messages in order, one at a time, each
-answered when what it brought about has been carried out. The liar stands where a forged or confused registry would: it
-alters answers, never the table. Invariant: the table's own `check` holds after every command.
+The table is the product's; this is the thinnest shell around it: a session's messages are applied in order, and each
+is answered, in order, when what it brought about has been carried out. The liar stands where a forged or confused
+registry would: it alters answers, never the table. Invariant: the table's own `check` holds after every command.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvlease.registry.errors import KvleaseError, NoSession, RegistryUnavailable
@@ -54,14 +54,21 @@ _MEMORY: Final = 64
 """Answers the liar remembers to mix up."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Answer:
+    """To one message. `due` once what the message brought about has been carried out."""
+
+    pushed: Pushed
+    due: bool
+
+
 class _Served:
-    """One session's stream at this end: messages wait while one is being carried out."""
+    """One session's stream at this end, with the answers that it waits for, in order."""
 
     def __init__(self, line: SessionLine) -> None:
         self.line: Final = line
         self.session: SessionId | None = None
-        self.inbox: Final[deque[Numbered]] = deque()
-        self.busy = False
+        self.answers: Final[deque[_Answer]] = deque()
         self.over = False
 
 
@@ -101,37 +108,37 @@ class RegistryParty(Registry):
 
     def accept(self, line: SessionLine) -> None:
         served = _Served(line)
-
-        def arrived(numbered: Numbered) -> None:
-            served.inbox.append(numbered)
-            self._serve(served)
-
-        line.on_up = arrived
+        line.on_up = lambda numbered: self._serve(served, numbered)
         line.on_server_closed = lambda: self._leave(served)
 
-    def _serve(self, served: _Served) -> None:
-        while served.inbox and not served.busy and not served.over:
-            seq, said = served.inbox.popleft()
-            try:
-                answer, changes = self._command(served, seq, said, self.now_ms())
-            except KvleaseError as error:
-                self._close(served, error)
-                return
-            if changes is None:
-                served.line.down(answer)
-                continue
-            served.busy = True
-            self.carry_out(changes, lambda kept, answer=answer: self._carried_out(served, answer, kept=kept))  # type: ignore[misc]
+    def _serve(self, served: _Served, numbered: Numbered) -> None:
+        if served.over:
+            return
+        seq, said = numbered
+        try:
+            pushed, changes = self._command(served, seq, said, self.now_ms())
+        except KvleaseError as error:
+            self._close(served, error)
+            return
+        answer = _Answer(pushed=pushed, due=changes is None)
+        served.answers.append(answer)
+        if changes is None:
+            self._answer(served)
+        else:
+            self.carry_out(changes, lambda kept: self._carried_out(served, answer, kept=kept))
 
-    def _carried_out(self, served: _Served, answer: Pushed, *, kept: bool) -> None:
-        served.busy = False
+    def _carried_out(self, served: _Served, answer: _Answer, *, kept: bool) -> None:
         if served.over:
             return
         if not kept:
             self._close(served, RegistryUnavailable("the store does not answer"))
             return
-        served.line.down(answer)
-        self._serve(served)
+        answer.due = True
+        self._answer(served)
+
+    def _answer(self, served: _Served) -> None:
+        while served.answers and served.answers[0].due:
+            served.line.down(served.answers.popleft().pushed)
 
     def _command(self, served: _Served, seq: int, said: Said, now_ms: int) -> tuple[Pushed, Changes | None]:
         """The answer, and what has to be carried out before it; None if nothing has."""

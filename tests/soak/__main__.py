@@ -74,7 +74,10 @@ async def play(phase: Phase, minutes: float, options: argparse.Namespace, known:
             count=options.clients,
             rate=options.rate,
         )
-        await _until(60 * minutes, scene, players, known, options)
+        try:
+            await _until(60 * minutes, scene, players, known, options)
+        except ChildFailed as error:
+            judge.fault(Fault.DIED, str(error))
         await counters.update()
     found = report(phase.name, minutes, judge, counters)
     for line in lines(found):
@@ -120,7 +123,7 @@ async def _disturb(scene: Scene, disturbances: Disturbances, known: Reference, s
 
 
 async def _watch(scene: Scene, disturbances: Disturbances) -> None:
-    """Scrapes, tells how it goes, and sees processes that end by themselves. Returns only if one did."""
+    """Scrapes, tells how it goes, and sees processes that end by themselves: raises ChildFailed."""
     told_s = time.monotonic()
     known_faults = 0
     while True:
@@ -132,8 +135,8 @@ async def _watch(scene: Scene, disturbances: Disturbances) -> None:
         known_faults = len(judge.faults)
         for name in scene.fleet.names:
             if name not in disturbances.absent and scene.fleet.child(name).returncode is not None:
-                judge.fault(Fault.DIED, str(scene.fleet.child(name).failure("ended by itself")))
-                return
+                child = scene.fleet.child(name)
+                raise child.failure(f"ended by itself, or was killed from outside, with status {child.returncode}")
         if time.monotonic() - told_s >= PROGRESS_S:
             told_s = time.monotonic()
             counts = judge.counts

@@ -54,7 +54,7 @@ class Disturbances:
         self._deck: list[str] = []
 
     async def again(self) -> str:
-        """The next of a shuffled deck; says what it was."""
+        """The next of a shuffled deck; says what it was. Raises ChildFailed."""
         if not self._deck:
             self._deck = [name for name, (_, weight, _) in self._kinds.items() for _ in range(weight)]
             self._rng.shuffle(self._deck)

@@ -126,7 +126,11 @@ class Scene:
         held: dict[str, float] = {}
         for name in self.engines:
             url = self.fleet.engine_url(name)
-            await ask(self.http, f"{url}/v1/completions", {"model": MODEL_NAME, "prompt": "one", "max_tokens": 2})
+            try:
+                await ask(self.http, f"{url}/v1/completions", {"model": MODEL_NAME, "prompt": "one", "max_tokens": 2})
+            except ERRORS as error:
+                held[f"{name}: {type(error).__name__}"] = 1
+                continue
             page = await scrape(self.http, f"{url}/metrics")
             usage = [value for key, value in page.items() if key.partition("{")[0] == USAGE]
             held |= {f"{name} {USAGE}": value for value in usage if value} if usage else {f"{name} no {USAGE}": 1}

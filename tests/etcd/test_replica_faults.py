@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from kvlease.etcd import EtcdClient, prefix_end
+from kvlease.etcd import EtcdClient, NoSpace, prefix_end
 from kvlease.registry.clock import SystemClock
 from kvlease.registry.errors import InvalidRequest
 from kvlease.registry.etcd_batches import MAX_CHANGES, MIN_ALIAS_TTL_S
@@ -20,12 +21,12 @@ from kvlease.registry.table_changes import AliasPut, EngineGone, LeasePut
 from kvlease.registry.values import Alias, ConversationId, LeaseId, TenantId
 from kvlease.v1 import registry_pb2 as pb
 
-from tests.etcd.cluster import Cluster
+from tests.etcd.cluster import Cluster, ClusterSettings, etcd_cluster
 from tests.etcd.test_registry_store import store
-from tests.etcd.test_replicas import lend, replica, two
+from tests.etcd.test_replicas import lend, refuses, replica, two
 from tests.integration.holding_lender import holding
 from tests.integration.raw_session import RawSession, engine, raw_stub
-from tests.integration.registry_peer import eventually
+from tests.integration.registry_peer import eventually, until
 from tests.integration.store_conformance import engine_put, lease_put, take_changes
 
 
@@ -137,3 +138,33 @@ async def test_whatever_times_callers_choose_for_names_etcd_has_few_leases(
         lease, wanted_s = leases[kv.lease], decode_alias_put(kv.value).ttl_ms / 1000
         assert lease is not None
         assert wanted_s < lease.granted_ttl_s < 2 * wanted_s + 2 * MIN_ALIAS_TTL_S
+
+
+async def test_a_full_etcd_is_named_in_the_log_and_works_again_once_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ("--quota-backend-bytes", str(16 * 1024 * 1024))
+    settings = ClusterSettings(folder=tmp_path / "etcd", hosts=("127.0.0.1",), flags=flags)
+    async with (
+        etcd_cluster(settings) as cluster,
+        EtcdClient(cluster.endpoints) as etcd,
+        replica(cluster, b"/kvlease/") as one,
+        holding(one.client, "d-1", SystemClock()) as lender,
+    ):
+        await lend(lender, "first")
+        with pytest.raises(NoSpace):
+            await fill(etcd)
+        await eventually(lambda: refuses(one), "it answers nothing")
+        await until(lambda: "database space exceeded" in caplog.text, "the log says why")
+        lender.lend("second")
+        revision = (await etcd.delete(b"/junk/", end=prefix_end(b"/junk/"))).header.revision
+        await etcd.compact(revision, physical=True)
+        await cluster.control("defrag")
+        await cluster.control("alarm", "disarm")
+        await eventually(lambda: one.hits("first"), "it answers again")
+        await eventually(lambda: one.hits("second"), "what was lent meanwhile is known")
+
+
+async def fill(etcd: EtcdClient) -> None:
+    for i in range(100):
+        await etcd.put(f"/junk/{i}".encode(), bytes(1024 * 1024), idempotent=True, timeout_ms=20_000)

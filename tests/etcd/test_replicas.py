@@ -197,7 +197,7 @@ async def test_a_replica_cut_off_answers_nothing_until_it_is_back(solo: Cluster,
         member = await solo.leader()
         member.stop()
         try:
-            await eventually(lambda: _refuses(other), "it refuses")
+            await eventually(lambda: refuses(other), "it refuses")
             await eventually(lambda: _is(other, health_pb2.HealthCheckResponse.NOT_SERVING), "it says so")
         finally:
             member.resume()
@@ -225,7 +225,7 @@ async def _has_left(place: Place) -> bool:
     return not engine.connected
 
 
-async def _refuses(place: Place) -> bool:
+async def refuses(place: Place) -> bool:
     try:
         await place.client.list_engines()
     except RegistryUnavailable:

@@ -5,6 +5,7 @@ Real shells, a clock that is turned by hand; the store is one that a test can ma
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,7 +18,8 @@ from kvlease.registry.shell import RegistryShell
 from kvlease.registry.store import MemoryHub, MemoryStore, Store
 from kvlease.registry.table import LeaseTable
 from kvlease.registry.table_changes import LeaseGone, LeasePut, StoreChange
-from kvlease.registry.values import Alias, ConversationId, EndReason, LeaseFilter, LeaseId, TenantId
+from kvlease.registry.table_limits import TICK_WORK
+from kvlease.registry.values import Alias, ConversationId, EndOrder, EndReason, EndScope, LeaseFilter, LeaseId, TenantId
 
 from tests.integration.raw_session import HandClock
 from tests.integration.registry_peer import eventually, until
@@ -103,6 +105,33 @@ async def test_what_was_loaded_and_has_ended_is_not_kept() -> None:
         await until(lambda: not one.tallies(), "all have ended")
         gc.collect()
         assert not [x for x in gc.get_objects() if isinstance(x, LeasePut)]
+
+
+class CountedStore(MemoryStore):
+    """Says how often it was written to, which takes a while as in etcd."""
+
+    def __init__(self, hub: MemoryHub) -> None:
+        super().__init__(hub)
+        self.commits = 0
+
+    async def commit(self, changes: Sequence[StoreChange]) -> None:
+        self.commits += 1
+        await asyncio.sleep(0.02)
+        await super().commit(changes)
+
+
+async def test_an_end_of_very_many_is_few_commits_and_all_of_it_is_stored_when_it_is_answered() -> None:
+    """A commit takes some milliseconds, whatever is in it; a caller waits two seconds."""
+    hub = MemoryHub()
+    owner = engine_put()
+    many = 3 * committer.MAX_TOGETHER
+    await MemoryStore(hub).commit([owner, *(lease_put(f"lease-{i}", owner) for i in range(many))])
+    store = CountedStore(hub)
+    async with shell(HandClock(), store) as one:
+        order = EndOrder(tenant=TenantId("t"), scope=EndScope.TENANT, target="", reason=EndReason.RELEASED)
+        assert await one.end(order) == many
+        assert not hub.leases
+        assert store.commits < many // TICK_WORK // 2
 
 
 async def _named(one: RegistryShell) -> bool:

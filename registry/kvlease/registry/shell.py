@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final, NoReturn, Self
 
 from kvlease.registry.clock import Clock
-from kvlease.registry.committer import Committer
+from kvlease.registry.committer import MAX_TOGETHER, Committer
 from kvlease.registry.errors import LenderSilent, RegistryUnavailable
 from kvlease.registry.outbox import Outbox
 from kvlease.registry.replica import MAX_STALENESS_MS, Replica
@@ -209,13 +209,21 @@ class RegistryShell:
         return RenewResult(status=settled.status, remaining_ms=settled.remaining_ms)
 
     async def end(self, order: EndOrder) -> int:
-        """End all leases that the order names; how many. In steps, so that others are served in between."""
+        """End all leases that the order names; how many. In steps, so that others are served in between.
+
+        When this returns, all of it is stored: changes are stored in order, and the last ones were waited for.
+        """
         self._check_writable()
-        ended, more = 0, True
+        ended, waiting, more = 0, 0, True
         while more:
             count, more, changes = self._table.end(order, now_ms=self._clock.now_ms())
-            ended += count
-            await self._committer.carry_out(changes)
+            ended, waiting = ended + count, waiting + count
+            if more and waiting < MAX_TOGETHER:
+                self._committer.enqueue(changes)
+                await asyncio.sleep(0)
+            else:
+                await self._committer.carry_out(changes)
+                waiting = 0
         return ended
 
     async def name_conversation(

@@ -116,6 +116,10 @@ check: venv proto-check  ## lint, format, types, layers, generated code
 	@$(VENV)/bin/lint-imports .importlinter
 	@$(PY) -m pytest -q tests/unit/test_architecture.py
 
+.PHONY: matrix
+matrix: venv  ## connector/MATRIX.md from the tests: what becomes of a turn, condition by condition
+	@$(PY) -m tests.matrix
+
 .PHONY: fix
 fix: venv  ## what `check` can repair by itself
 	@$(VENV)/bin/ruff check --fix .

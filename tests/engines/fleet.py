@@ -19,6 +19,7 @@ from typing import Final, Self
 
 import aiohttp
 
+from tests.engines import leaks
 from tests.engines.children import Child, ChildSettings, free_ports, python_module
 from tests.engines.engine import EngineSettings, Json, Role, engine_command, engine_environment
 from tests.engines.model import CACHE, model_dir
@@ -132,7 +133,15 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop_all()
+        try:
+            if kind is None and leaks.ON:
+                await leaks.judge(self)
+        finally:
+            await self._stop_all()
+
+    @property
+    def engine_ids(self) -> tuple[str, ...]:
+        return tuple(self._engines)
 
     @property
     def names(self) -> tuple[str, ...]:

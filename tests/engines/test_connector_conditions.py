@@ -93,6 +93,14 @@ async def occupy(engine: OpenAIClient) -> object:
 
 
 @pytest.mark.parametrize(("renewed", "busy"), [(True, False), (True, True), (False, True)])
+@pytest.mark.matrix(
+    group="Time passes",
+    condition="a turn waits past its lease's time, with and without renewal",
+    lent="-",
+    reused="if somebody renews, also from an idle lender",
+    freed="at the deadline otherwise",
+    recomputed="otherwise",
+)
 async def test_a_turn_that_waits_past_its_leases_time(bench: Bench, renewed: bool, busy: bool) -> None:
     """T4: reuse if somebody renews, whether or not the lender takes steps meanwhile; else recomputation, no error."""
     turns = Turns(bench.prefill, bench.decode)
@@ -117,6 +125,14 @@ async def test_a_turn_that_waits_past_its_leases_time(bench: Bench, renewed: boo
     await turns.check(second, "after the queue")
 
 
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="adapter reloaded in place with other weights",
+    lent="after a reset",
+    reused="nothing of before",
+    freed="-",
+    recomputed="all",
+)
 async def test_adapters_share_kv_with_the_same_bytes_only(bench: Bench) -> None:
     """R4: adapter, then the base model, then the adapter again; then its weights change in place."""
 
@@ -153,6 +169,14 @@ async def test_adapters_share_kv_with_the_same_bytes_only(bench: Bench) -> None:
     assert renewed.answer.logprobs != with_adapter.answer.logprobs, "its weights are others"
 
 
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="weights reloaded",
+    lent="nothing until they have a name",
+    reused="nothing; again between engines of the same name",
+    freed="all leases, before a worker hears of it",
+    recomputed="all",
+)
 async def test_weights_that_change_end_leases_and_are_shared_again_by_name(bench: Bench) -> None:
     """R7: the decode engine reloads its weights. Last in this file."""
     turns = Turns(bench.prefill, bench.decode)

@@ -113,6 +113,14 @@ async def borrow(turns: Turns, first: Turn, hold_ms: int = 0) -> float:
     return max(abs(a - b) for a, b in zip(answer.logprobs, reference.logprobs, strict=True))
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="lender stopped during the READ",
+    lent="-",
+    reused="nothing; again when it goes on",
+    freed="after the late READ",
+    recomputed="all",
+)
 async def test_a_stopped_lender_costs_a_prefill_and_its_late_read_is_kept_apart(bench: Bench) -> None:
     turns, first = await first_turn(bench, seed=100)
     assert await borrow(turns, first) < 1e-4
@@ -130,6 +138,14 @@ async def test_a_stopped_lender_costs_a_prefill_and_its_late_read_is_kept_apart(
     assert await bench.count("kvlease_borrower_quarantined_blocks") == 0
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="the client leaves during the READ",
+    lent="-",
+    reused="-",
+    freed="all",
+    recomputed="-",
+)
 async def test_a_client_that_leaves_during_a_read_leaves_nothing_behind(bench: Bench) -> None:
     """L2, L6: the request is aborted while its blocks are being written."""
     turns, first = await first_turn(bench, seed=110)
@@ -142,6 +158,14 @@ async def test_a_client_that_leaves_during_a_read_leaves_nothing_behind(bench: B
     await bench.settle(turns)
 
 
+@pytest.mark.matrix(
+    group="A turn ends",
+    condition="the client leaves while the engine decodes",
+    lent="what was computed",
+    reused="the next turn",
+    freed="the rest at once",
+    recomputed="-",
+)
 async def test_a_client_that_leaves_the_decode_engine_still_leaves_its_lease(bench: Bench) -> None:
     """An aborted turn lends what was computed: the next turn reads it."""
     turns, first = await first_turn(bench, seed=120)
@@ -160,6 +184,14 @@ async def test_a_client_that_leaves_the_decode_engine_still_leaves_its_lease(ben
     await bench.settle(turns)
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="lender killed, then restarted under its id",
+    lent="by the new incarnation",
+    reused="nothing; new leases afterwards",
+    freed="all",
+    recomputed="all",
+)
 async def test_a_killed_lender_costs_a_prefill_and_a_restarted_one_lends_again(bench: Bench) -> None:
     """H2: the same engine id, another incarnation. Last in this file: it replaces the engine."""
     turns, first = await first_turn(bench, seed=130)

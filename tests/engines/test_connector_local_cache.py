@@ -65,6 +65,14 @@ async def engines() -> AsyncIterator[Engines]:
 
 
 @pytest.mark.parametrize("local", [0, BLOCK_TOKENS, 64, 320, 512, 896, 928])
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="part of the prompt is in the own cache",
+    lent="-",
+    reused="the missing middle, by position",
+    freed="-",
+    recomputed="new tokens",
+)
 async def test_only_the_missing_middle_is_read(engines: Engines, local: int) -> None:
     salt, conversation = secrets.token_hex(8), secrets.token_hex(8)
     prompt = ids(PROMPT_TOKENS, seed=local)

@@ -107,6 +107,14 @@ async def race() -> AsyncIterator[Race]:
         yield Race(prefill_client, decode_client, f"http://{metrics}/metrics")
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="blocks reused while they are read",
+    lent="-",
+    reused="only what is proven",
+    freed="-",
+    recomputed="the rest",
+)
 async def test_no_wrong_answer_while_blocks_are_reused(race: Race) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
@@ -163,6 +171,14 @@ async def test_a_read_overtaken_by_reuse_is_refused_only_because_of_its_seal(rac
         assert (difference > TOLERANCE) is wrong, f"{fault}: {difference}"
 
 
+@pytest.mark.matrix(
+    group="Memory is wanted",
+    condition="a block of several lapsed leases is reused",
+    lent="-",
+    reused="none of them",
+    freed="all of them",
+    recomputed="all",
+)
 async def test_leases_that_share_blocks_all_end_with_them(race: Race) -> None:
     """Break `callback_per_lease`: the pool keeps one callback per block, so only the last lapse would be told."""
     prompt = race.prompt(60)

@@ -63,6 +63,14 @@ async def engines() -> AsyncIterator[Engines]:
         yield Engines(fleet, prefill_client, decode_client, metrics_client)
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="lender with two tensor-parallel ranks",
+    lent="-",
+    reused="all, both ranks proven",
+    freed="-",
+    recomputed="new tokens",
+)
 async def test_both_ranks_are_read_and_proven(engines: Engines) -> None:
     turns = Turns(engines.prefill, engines.decode)
     first = await turns.turn(ids(500, seed=1), max_tokens=20)
@@ -73,6 +81,14 @@ async def test_both_ranks_are_read_and_proven(engines: Engines) -> None:
     assert await engines.count("kvlease_borrower_borrows_total") == 1, "one load, though two ranks were read"
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="one rank's seal is broken",
+    lent="-",
+    reused="nothing",
+    freed="all",
+    recomputed="all",
+)
 async def test_one_rank_whose_seal_is_broken_is_enough_to_refuse(engines: Engines) -> None:
     turns = Turns(engines.prefill, engines.decode)
     first = await turns.turn(ids(500, seed=3), max_tokens=20)

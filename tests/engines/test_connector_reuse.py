@@ -48,6 +48,14 @@ def turns(prefill: OpenAIClient, decode: OpenAIClient) -> Turns:
     return Turns(prefill, decode)
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="the next turn of a conversation",
+    lent="-",
+    reused="all that was lent",
+    freed="superseded leases",
+    recomputed="new tokens",
+)
 async def test_each_turn_reads_all_that_the_last_one_left(turns: Turns) -> None:
     last = await turns.turn(ids(500, seed=1), max_tokens=20)
     assert last.reused == 0
@@ -58,6 +66,14 @@ async def test_each_turn_reads_all_that_the_last_one_left(turns: Turns) -> None:
         last = turn
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="thinking taken out of the history",
+    lent="-",
+    reused="up to the first difference, in whole strides",
+    freed="-",
+    recomputed="the rest",
+)
 async def test_thinking_removed_from_the_history(turns: Turns) -> None:
     """R1: prompt 1k, thinking 2k, answer 100; the next turn leaves the thinking out. Only what is common is read."""
     prompt, thinking = ids(1_000, seed=10), 2_000
@@ -70,6 +86,14 @@ async def test_thinking_removed_from_the_history(turns: Turns) -> None:
     assert_same(again, turn.answer, "the same prompt without a lease, afterwards")
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="history tokenised again",
+    lent="-",
+    reused="up to the first difference, in whole strides",
+    freed="-",
+    recomputed="the rest",
+)
 async def test_history_that_was_tokenised_again(turns: Turns) -> None:
     """R3: ids differ from the generated ones somewhere in the middle of the answer."""
     first = await turns.turn(ids(700, seed=20), max_tokens=200)
@@ -90,6 +114,14 @@ async def test_prompts_that_end_near_a_stride(turns: Turns, length: int) -> None
     await turns.check(turn, f"prompt of {length} tokens")
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="retry, regenerate, branches",
+    lent="branches live side by side",
+    reused="each of them",
+    freed="-",
+    recomputed="new tokens",
+)
 async def test_retry_regenerate_and_branches_all_reuse(turns: Turns) -> None:
     """S6: the same turn again, and three continuations of one turn at once."""
     first = await turns.turn(ids(640, seed=40), max_tokens=16)
@@ -105,6 +137,14 @@ async def test_retry_regenerate_and_branches_all_reuse(turns: Turns) -> None:
         await turns.check(branch, "branch")
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="another tenant, another cache salt",
+    lent="-",
+    reused="nothing",
+    freed="-",
+    recomputed="all",
+)
 async def test_nothing_is_shared_across_tenants_or_salts(turns: Turns) -> None:
     prompt = ids(400, seed=50)
     first = await turns.turn(prompt, salt="one")
@@ -114,6 +154,14 @@ async def test_nothing_is_shared_across_tenants_or_salts(turns: Turns) -> None:
     assert (await turns.turn([*first.history, 101], salt="one", tenant="somebody-else")).reused == 0
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="no conversation id",
+    lent="-",
+    reused="the longest common prefix",
+    freed="-",
+    recomputed="the rest",
+)
 async def test_a_prefix_is_found_without_its_conversation(prefill: OpenAIClient, decode: OpenAIClient) -> None:
     first = await Turns(prefill, decode).turn(ids(600, seed=60))
     other = Turns(prefill, decode)
@@ -122,6 +170,14 @@ async def test_a_prefix_is_found_without_its_conversation(prefill: OpenAIClient,
     await other.check(turn, "another conversation with the same beginning")
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="a match below the threshold",
+    lent="-",
+    reused="nothing",
+    freed="-",
+    recomputed="all",
+)
 async def test_short_matches_are_not_worth_a_read(turns: Turns) -> None:
     """`kv_recompute_threshold`: fewer tokens than that are computed; a request may set its own."""
     first = await turns.turn(ids(STRIDE + 5, seed=70))
@@ -129,6 +185,14 @@ async def test_short_matches_are_not_worth_a_read(turns: Turns) -> None:
     assert (await turns.turn([*first.history, 101], recompute_threshold=STRIDE)).reused == STRIDE
 
 
+@pytest.mark.matrix(
+    group="Time passes",
+    condition="deadline, lapsing",
+    lent="-",
+    reused="until the blocks are reused",
+    freed="at the deadline",
+    recomputed="after it",
+)
 async def test_lapsed_leases_are_read_until_their_blocks_are_reused(turns: Turns) -> None:
     """T2, lapsing on: past the deadline the KV is still there, as long as nobody needs the memory."""
     first = await turns.turn(ids(640, seed=80), ttl_ms=0)
@@ -138,6 +202,14 @@ async def test_lapsed_leases_are_read_until_their_blocks_are_reused(turns: Turns
     await turns.check(turn, "from a lapsed lease")
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="registry away",
+    lent="kept, and presented when it is back",
+    reused="nothing meanwhile",
+    freed="-",
+    recomputed="all, after a bounded wait",
+)
 async def test_without_a_registry_turns_are_computed_and_reuse_is_back_with_it(fleet: Fleet, turns: Turns) -> None:
     first = await turns.turn(ids(640, seed=90))
     fleet.child(REGISTRY).signal(signal.SIGKILL)
@@ -155,6 +227,14 @@ async def test_without_a_registry_turns_are_computed_and_reuse_is_back_with_it(f
 
 
 @pytest.mark.parametrize(("on_deadline", "afterwards"), [("end", False), ("lapse", True)])
+@pytest.mark.matrix(
+    group="Time passes",
+    condition="deadline, on_deadline: end",
+    lent="-",
+    reused="before it",
+    freed="at the deadline",
+    recomputed="after it",
+)
 async def test_before_and_after_the_deadline(turns: Turns, on_deadline: str, afterwards: bool) -> None:
     """T2, shortened to a ttl of 3 s, the lender busy: reuse before; after, only while lapsed blocks last."""
     first = await turns.turn(ids(640, seed=100), ttl_ms=3_000, on_deadline=on_deadline)

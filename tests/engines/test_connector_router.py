@@ -122,6 +122,14 @@ async def test_a_retry_and_a_regenerated_answer_reuse(served: Served) -> None:
     assert await served.reused() - once >= 256
 
 
+@pytest.mark.matrix(
+    group="A turn ends",
+    condition="not streamed",
+    lent="as if streamed",
+    reused="-",
+    freed="the rest at once",
+    recomputed="-",
+)
 async def test_turns_without_streaming_are_lent_as_well(served: Served) -> None:
     before = await served.leases()
     done = await served.openai.chat.completions.create(

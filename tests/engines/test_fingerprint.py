@@ -62,6 +62,14 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
+@pytest.mark.matrix(
+    group="The engine",
+    condition="engines differ in dtype, KV dtype, rope, block size, revision",
+    lent="-",
+    reused="nothing; the difference is named",
+    freed="-",
+    recomputed="all",
+)
 def test_a_difference_that_changes_kv_is_named(changed: dict[str, Any], named: tuple[str, ...]) -> None:
     """R6: block size, dtypes, layout of positions, revision, model."""
     plain, other = fingerprint(), fingerprint(**changed)

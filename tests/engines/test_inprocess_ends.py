@@ -47,6 +47,14 @@ def lender() -> Iterator[Desk]:
 
 
 @pytest.mark.parametrize("ttl_ms", [480_000, 0], ids=["live", "lapsed"])
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="prefix cache reset",
+    lent="new turns",
+    reused="nothing of before",
+    freed="all leases, live and lapsed",
+    recomputed="all",
+)
 def test_a_reset_ends_every_lease_and_succeeds(ttl_ms: int) -> None:
     with desk(DeskSettings(role="kv_consumer", kvlease={"lease_ttl_ms": ttl_ms})) as lender:
         lend(lender, 3)
@@ -59,6 +67,14 @@ def test_a_reset_ends_every_lease_and_succeeds(ttl_ms: int) -> None:
         assert lender.leases == 1
 
 
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="pause that clears the cache",
+    lent="-",
+    reused="nothing of before",
+    freed="all leases",
+    recomputed="running turns",
+)
 def test_a_pause_that_clears_the_cache_passes_with_leases_and_running_requests(lender: Desk) -> None:
     """What the engine does for pause and sleep: everything is preempted, then the reset must succeed or it raises."""
     lend(lender, 3)
@@ -96,6 +112,14 @@ def told() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.matrix(
+    group="The engine",
+    condition="SIGTERM while turns run",
+    lent="nothing any more",
+    reused="nothing",
+    freed="all leases first",
+    recomputed="-",
+)
 def test_at_sigterm_leases_end_first_and_running_requests_finish(told: list[int]) -> None:
     settings = DeskSettings(role="kv_consumer", blocks=4_096, slots=2 * MANY, kvlease={"max_leases": 2 * MANY})
     with desk(settings) as lender:
@@ -127,6 +151,14 @@ def test_nothing_is_chained_where_sigterm_ends_the_process() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.matrix(
+    group="The engine",
+    condition="the engine closes",
+    lent="-",
+    reused="nothing",
+    freed="all leases",
+    recomputed="-",
+)
 def test_closing_ends_every_lease(lender: Desk) -> None:
     lend(lender, 3)
     lender.side._close()
@@ -138,6 +170,14 @@ def test_closing_ends_every_lease(lender: Desk) -> None:
 
 
 @pytest.mark.parametrize("when", ["receiving", "received", "stepped"])
+@pytest.mark.matrix(
+    group="A turn ends",
+    condition="aborted while its prefill is received, or before its first step",
+    lent="nothing",
+    reused="-",
+    freed="all, once the READ is over",
+    recomputed="the next turn",
+)
 def test_a_received_prompt_is_lent_only_after_a_step_of_its_own(lender: Desk, when: str) -> None:
     """Until then the READ, or what the engine does to its blocks after it, may still be under way (L6)."""
     prompt = tokens(6 * BLOCK_TOKENS)
@@ -159,6 +199,14 @@ def test_a_received_prompt_is_lent_only_after_a_step_of_its_own(lender: Desk, wh
 
 
 @pytest.mark.parametrize(("processed", "strides"), [(False, 0), (True, 1)])
+@pytest.mark.matrix(
+    group="A turn ends",
+    condition="aborted with steps under way (async scheduling)",
+    lent="what was processed",
+    reused="-",
+    freed="the rest at once",
+    recomputed="tokens of steps under way",
+)
 def test_tokens_of_steps_under_way_are_not_lent(processed: bool, strides: int) -> None:
     """Two steps ahead of the accelerator, an abort: what the second one computes would complete the second stride."""
     with desk(DeskSettings(role="kv_consumer", async_scheduling=True)) as lender:

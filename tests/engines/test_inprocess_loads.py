@@ -82,6 +82,14 @@ def test_the_missing_middle_is_ordered_by_position(borrower: Desk) -> None:
     ],
     ids=["other-engine", "no-text", "port-text", "no-rank", "no-request"],
 )
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="a record that no READ can go by",
+    lent="-",
+    reused="nothing",
+    freed="-",
+    recomputed="all",
+)
 def test_a_record_that_cannot_be_read_by_is_a_miss(borrower: Desk, told: Params) -> None:
     request = borrower.add("next", PROMPT, kvlease={})
     hit(borrower, request, strides=4, engine_params=told)
@@ -90,6 +98,14 @@ def test_a_record_that_cannot_be_read_by_is_a_miss(borrower: Desk, told: Params)
     at_rest(borrower)
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="a load that was promised and cannot be ordered",
+    lent="-",
+    reused="nothing",
+    freed="all",
+    recomputed="all",
+)
 def test_a_promised_load_that_cannot_be_ordered_is_refused_by_the_worker(borrower: Desk) -> None:
     """The scheduler has parked the request; only a worker's report takes it out again."""
     request = borrower.add("next", PROMPT, kvlease={})
@@ -106,6 +122,14 @@ def test_a_promised_load_that_cannot_be_ordered_is_refused_by_the_worker(borrowe
 
 
 @pytest.mark.parametrize("reason", [ComputeReason.SEAL_BROKEN, ComputeReason.READ_TIMEOUT, ComputeReason.READ_FAILED])
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="READ failed, over its limit, or not proven",
+    lent="-",
+    reused="nothing",
+    freed="local blocks, once no READ can write to them",
+    recomputed="all, once; sync and async scheduling",
+)
 def test_a_failed_load_is_computed_once(borrower: Desk, reason: ComputeReason) -> None:
     request = borrower.add("next", PROMPT, kvlease={}, max_tokens=3)
     hit(borrower, request, strides=4)
@@ -118,6 +142,14 @@ def test_a_failed_load_is_computed_once(borrower: Desk, reason: ComputeReason) -
     at_rest(borrower)
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="a READ that may still land",
+    lent="-",
+    reused="nothing",
+    freed="its local blocks, when it has landed",
+    recomputed="all",
+)
 def test_late_blocks_are_out_of_use_until_the_read_has_landed(borrower: Desk) -> None:
     request = borrower.add("next", PROMPT, kvlease={})
     hit(borrower, request, strides=4)
@@ -141,6 +173,14 @@ def test_late_blocks_are_out_of_use_until_the_read_has_landed(borrower: Desk) ->
 
 @pytest.mark.parametrize("reason", [None, ComputeReason.SEAL_BROKEN])
 @pytest.mark.parametrize("when", ["waiting", "ordered", "reported"])
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="aborted while waiting, ordered or reported",
+    lent="-",
+    reused="-",
+    freed="all",
+    recomputed="-",
+)
 def test_an_abort_at_each_instant_leaves_nothing(borrower: Desk, when: str, reason: ComputeReason | None) -> None:
     from vllm.v1.request import RequestStatus
 
@@ -172,6 +212,14 @@ def test_an_abort_at_each_instant_leaves_nothing(borrower: Desk, when: str, reas
         assert endings(borrower) == {"borrowed" if reason is None else reason.value: 1}
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="preempted after a good READ",
+    lent="-",
+    reused="once",
+    freed="all at its end",
+    recomputed="all, from the preemption",
+)
 def test_a_borrow_counts_once_when_its_request_is_preempted_afterwards(borrower: Desk) -> None:
     request = borrower.add("next", PROMPT, max_tokens=5, kvlease={})
     hit(borrower, request, strides=4)
@@ -187,6 +235,14 @@ def test_a_borrow_counts_once_when_its_request_is_preempted_afterwards(borrower:
     at_rest(borrower)
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="stock's read-back fields in a request",
+    lent="-",
+    reused="nothing",
+    freed="all",
+    recomputed="all",
+)
 def test_stock_readback_fields_do_not_park_a_request_for_ever(borrower: Desk) -> None:
     """Where reading back is off, stock offers it all the same and orders nothing."""
     borrower.add(

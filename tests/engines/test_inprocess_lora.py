@@ -68,6 +68,14 @@ def engines() -> Iterator[tuple[Desk, Desk]]:
         yield lender, borrower
 
 
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="a LoRA adapter",
+    lent="-",
+    reused="with the same adapter bytes",
+    freed="-",
+    recomputed="with another adapter, or none",
+)
 def test_a_lease_is_found_with_the_same_adapter_and_with_no_other(engines: tuple[Desk, Desk], tmp_path: Path) -> None:
     lender, borrower = engines
     a, b = lora(write(tmp_path / "a", b"one")), lora(write(tmp_path / "b", b"two"), number=2)
@@ -118,6 +126,14 @@ def test_an_adapter_reloaded_in_place_is_lent_again_after_a_reset_under_other_di
     assert common_strides(first, second) == 0
 
 
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="an adapter whose bytes are not known",
+    lent="nothing",
+    reused="nothing",
+    freed="all at its end",
+    recomputed="all",
+)
 def test_an_adapter_that_is_not_read_yet_is_computed_with_a_reason(engines: tuple[Desk, Desk], tmp_path: Path) -> None:
     lender, borrower = engines
     nowhere = lora(tmp_path / "on-a-hub")
@@ -128,6 +144,14 @@ def test_an_adapter_that_is_not_read_yet_is_computed_with_a_reason(engines: tupl
     borrower.run()
 
 
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="adapter reloaded between arrival and admission",
+    lent="-",
+    reused="nothing",
+    freed="-",
+    recomputed="all",
+)
 def test_an_adapter_reloaded_between_arrival_and_admission_reads_nothing(
     engines: tuple[Desk, Desk], tmp_path: Path
 ) -> None:

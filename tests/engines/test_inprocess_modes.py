@@ -56,6 +56,14 @@ def idle_step(lender: Desk) -> None:
     lender.run()
 
 
+@pytest.mark.matrix(
+    group="Time passes",
+    condition="elastic mode, memory plentiful",
+    lent="-",
+    reused="up to the longest lifetime",
+    freed="then",
+    recomputed="-",
+)
 def test_elastic_leases_stay_while_memory_is_plentiful_and_no_longer_than_the_limit() -> None:
     settings = {"mode": "elastic", "lease_ttl_ms": 1_000, "max_lifetime_ms": 5_000}
     with desk(DeskSettings(role="kv_consumer", kvlease=settings)) as lender:
@@ -70,6 +78,14 @@ def test_elastic_leases_stay_while_memory_is_plentiful_and_no_longer_than_the_li
         assert (live(lender), lender.leases) == (0, 1), "lapsed at its limit"
 
 
+@pytest.mark.matrix(
+    group="Time passes",
+    condition="elastic mode, memory wanted",
+    lent="-",
+    reused="lapsed, until reused",
+    freed="at once",
+    recomputed="-",
+)
 def test_elastic_leases_are_not_renewed_when_memory_is_wanted() -> None:
     settings = {"mode": "elastic", "lease_ttl_ms": 1_000, "keep_free": 0.5, "lease_share": 1.0}
     with desk(DeskSettings(role="kv_consumer", blocks=65, kvlease=settings)) as lender:
@@ -83,6 +99,14 @@ def test_elastic_leases_are_not_renewed_when_memory_is_wanted() -> None:
         lender.run()
 
 
+@pytest.mark.matrix(
+    group="Time passes",
+    condition="heartbeat mode",
+    lent="-",
+    reused="while renewed",
+    freed="when idle or closed",
+    recomputed="afterwards",
+)
 def test_heartbeat_leases_live_as_long_as_somebody_renews_them() -> None:
     settings = {"mode": "heartbeat", "lease_ttl_ms": 2_000, "on_deadline": "end"}
     with desk(DeskSettings(role="kv_consumer", kvlease=settings)) as lender:
@@ -102,6 +126,14 @@ def test_heartbeat_leases_live_as_long_as_somebody_renews_them() -> None:
 
 
 @pytest.mark.parametrize("on_deadline", ["lapse", "end"])
+@pytest.mark.matrix(
+    group="Memory is wanted",
+    condition="free blocks below the watermark",
+    lent="-",
+    reused="lapsed leases, until their blocks are reused",
+    freed="the least recently used leases, in the same step",
+    recomputed="-",
+)
 def test_below_the_watermark_leases_give_way_before_anything_is_refused(on_deadline: str) -> None:
     settings = {"keep_free": 0.25, "on_deadline": on_deadline}
     with desk(DeskSettings(role="kv_consumer", blocks=65, kvlease=settings)) as lender:
@@ -117,6 +149,14 @@ def test_below_the_watermark_leases_give_way_before_anything_is_refused(on_deadl
         lender.run()
 
 
+@pytest.mark.matrix(
+    group="Memory is wanted",
+    condition="who goes first",
+    lent="-",
+    reused="leases of conversations that come back, for longer",
+    freed="the others first",
+    recomputed="-",
+)
 def test_a_lease_that_borrowers_read_outlives_one_that_nobody_reads() -> None:
     with desk(DeskSettings(role="kv_consumer", blocks=65, kvlease={"keep_free": 0.5})) as lender:
         read = lend(lender, "read")
@@ -132,6 +172,14 @@ def test_a_lease_that_borrowers_read_outlives_one_that_nobody_reads() -> None:
         lender.run()
 
 
+@pytest.mark.matrix(
+    group="Memory is wanted",
+    condition="a tenant over its share, registry away",
+    lent="up to the share",
+    reused="other tenants', untouched",
+    freed="its own oldest leases",
+    recomputed="-",
+)
 def test_a_tenant_over_its_share_ends_its_own_leases() -> None:
     """With no registry to say so."""
     settings = {"lease_share": 0.5, "tenant_share": 0.5, "tenant_shares": {"small": 0.25}}

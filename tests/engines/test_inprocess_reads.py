@@ -62,6 +62,14 @@ def idle(workers: Pair) -> bool:
     )
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="seal broken, seal of another record, impossible blocks",
+    lent="-",
+    reused="nothing",
+    freed="all",
+    recomputed="all",
+)
 def test_loads_good_broken_and_impossible(workers: Pair) -> None:
     """One pair for all that needs no fault in NIXL: starting agents takes longer than the reads."""
     workers.listen()
@@ -97,6 +105,14 @@ def test_loads_good_broken_and_impossible(workers: Pair) -> None:
     assert workers.held([2]) == [7.0]
 
 
+@pytest.mark.matrix(
+    group="A borrow fails",
+    condition="a handshake that is slow",
+    lent="-",
+    reused="nothing",
+    freed="at once: nothing was posted",
+    recomputed="all",
+)
 def test_a_handshake_that_comes_back_late_posts_nothing(workers: Pair) -> None:
     """The load was given up, so its local blocks may be another request's by then."""
     order, _ = workers.order(0, [3])

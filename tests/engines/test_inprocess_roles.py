@@ -22,6 +22,14 @@ PROMPT = tokens(10 * BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+@pytest.mark.matrix(
+    group="A prompt borrows",
+    condition="the lease is the own engine's (kv_both)",
+    lent="-",
+    reused="from its own prefix cache",
+    freed="-",
+    recomputed="all, without one",
+)
 def test_an_engine_of_both_roles_serves_its_own_lease_from_its_cache_or_computes(cached: bool) -> None:
     with desk(DeskSettings(role="kv_both", prefix_caching=cached)) as engine:
         engine.add("first", PROMPT, kvlease={"conversation": "c"})
@@ -70,6 +78,14 @@ def abort(engine: Desk) -> None:
     ("prompt_tokens", "accepted", "strides"),
     [(127, None, 1), (127, 0, 2), (124, 0, 1), (124, 3, 2), (125, 2, 2), (125, 1, 1)],
     ids=["under-way", "none-right", "none-right-short", "all-right", "two-right", "one-right"],
+)
+@pytest.mark.matrix(
+    group="A turn ends",
+    condition="speculative decoding",
+    lent="real tokens only",
+    reused="-",
+    freed="the rest at once",
+    recomputed="rejected guesses",
 )
 def test_guessed_tokens_are_lent_only_if_they_were_right(
     prompt_tokens: int, accepted: int | None, strides: int

@@ -25,6 +25,14 @@ def lend(lender: Desk, count: int, blocks: int) -> None:
         lender.run()
 
 
+@pytest.mark.matrix(
+    group="Memory is wanted",
+    condition="running work needs blocks",
+    lent="-",
+    reused="-",
+    freed="leases, before anything is preempted",
+    recomputed="-",
+)
 def test_a_large_chunk_of_a_running_prefill_preempts_nobody() -> None:
     """Turns that end while a long prompt is computed are lent, and its next chunk finds too few blocks."""
     chunk, prompt = 20, 100
@@ -60,6 +68,14 @@ def test_a_prompt_with_local_hits_is_admitted() -> None:
         lender.run(20)
 
 
+@pytest.mark.matrix(
+    group="Memory is wanted",
+    condition="a prompt finds no room",
+    lent="-",
+    reused="-",
+    freed="leases, within the same step",
+    recomputed="ended leases' next turns",
+)
 def test_many_leases_give_way_to_one_prompt() -> None:
     """What is missing is not known: they are asked again until it is there, within the same step."""
     with desk(DeskSettings(role="kv_consumer", blocks=65)) as lender:
@@ -69,6 +85,14 @@ def test_many_leases_give_way_to_one_prompt() -> None:
         assert not lender.scheduler.has_unfinished_requests()
 
 
+@pytest.mark.matrix(
+    group="Memory is wanted",
+    condition="leases could not make enough room",
+    lent="stay",
+    reused="-",
+    freed="nothing",
+    recomputed="-",
+)
 def test_leases_stay_when_their_end_would_not_help() -> None:
     """A prompt that waits for a running request's blocks does not cost the leases theirs."""
     with desk(DeskSettings(role="kv_consumer", blocks=65, max_batched_tokens=2_048)) as lender:

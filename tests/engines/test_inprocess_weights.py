@@ -79,6 +79,14 @@ def custom(worker: Any) -> None:
 
 
 @pytest.mark.parametrize("call", ["reload_weights", "start_weight_update", "update_weights", "load_everything_anew"])
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="weight transfer, or a call that nobody knows",
+    lent="nothing until they have a name",
+    reused="nothing",
+    freed="all leases, before",
+    recomputed="all",
+)
 def test_leases_end_before_a_worker_changes_weights(lender: Desk, call: str) -> None:
     lend(lender)
     assert (lender.leases, lender.whole_seals) == (1, 1)
@@ -124,6 +132,14 @@ def test_an_operators_own_call_is_harmless_if_the_settings_say_so() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="sleep, level 1 and 2",
+    lent="after level 1",
+    reused="nothing",
+    freed="all leases, before",
+    recomputed="all",
+)
 def test_sleep_finds_no_lease(lender: Desk, level: int) -> None:
     """H2: the engine itself resets the cache before the memory goes."""
     lend(lender)
@@ -145,6 +161,14 @@ def test_memory_that_goes_without_a_reset_finds_no_lease_either(lender: Desk, ca
     assert lender.leases == 1
 
 
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="KV memory released",
+    lent="-",
+    reused="nothing",
+    freed="all leases, before",
+    recomputed="all",
+)
 def test_release_of_kv_memory_finds_no_lease(lender: Desk) -> None:
     lend(lender)
     lender.step()
@@ -173,6 +197,14 @@ def test_changed_weights_are_lent_again_once_they_have_a_name(lender: Desk) -> N
     assert lender.side._lending._holder._terms.fingerprint_hash == after.hash
 
 
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="weights change while a turn runs",
+    lent="nothing",
+    reused="-",
+    freed="all at its end",
+    recomputed="the next turn",
+)
 def test_a_turn_that_ran_across_the_change_is_not_lent(lender: Desk) -> None:
     engine = Engine(lender)
     lender.add("across", tokens(70), max_tokens=80, kvlease={"conversation": "c"})
@@ -224,6 +256,14 @@ def test_a_borrower_with_changed_weights_reads_nothing_that_it_asked_for_before(
 
 
 @pytest.mark.parametrize(("theirs", "leases"), [("0", 1), ("0, step-17", 0), ("unknown", 0), (None, 1)])
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="prefilled with other weights",
+    lent="nothing",
+    reused="-",
+    freed="all at its end",
+    recomputed="the next turn",
+)
 def test_a_turn_prefilled_with_other_weights_is_not_lent(theirs: str | None, leases: int) -> None:
     """While a fleet changes engine by engine. A stock prefill engine does not say, and is believed as vLLM does."""
     received: dict[str, object] = {**LENDER_PARAMS, "do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -136,6 +137,20 @@ def test_at_sigterm_leases_end_first_and_running_requests_finish(told: list[int]
         assert lender.leases == 0
         assert lender.count(LENDER_NOT_LENT, reason="draining") == 1
         assert lender.free == lender.pool.num_gpu_blocks - 1
+
+
+def test_at_sigterm_an_idle_lenders_seals_break_without_a_step(told: list[int]) -> None:
+    """It may never take one again: the engine tears itself down at once."""
+    with desk(DeskSettings(role="kv_consumer")) as lender:
+        lend(lender, 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        limit = time.monotonic() + 10
+        while lender.whole_seals:
+            assert time.monotonic() < limit, "the seals are whole"
+            time.sleep(0.001)
+        assert (lender.leases, told) == (3, [signal.SIGTERM])
+        lender.step()
+        assert (lender.leases, lender.free) == (0, lender.pool.num_gpu_blocks - 1)
 
 
 def test_the_engines_handler_is_back_when_the_connector_is_gone(told: list[int]) -> None:

@@ -52,11 +52,11 @@ class NoSideChannel:
         return None
 
 
-def lease(name: str, fingerprint: Fingerprint, now_ms: int) -> Publication:
+def lease(name: str, fingerprint: Fingerprint, now_ms: int, conversation: str = "c") -> Publication:
     return Publication(
         lease_id=LeaseId(name),
         tenant=DEFAULT_TENANT,
-        conversation=ConversationId("c"),
+        conversation=ConversationId(conversation),
         stride_tokens=64,
         block_count=2,
         size_bytes=0,
@@ -96,6 +96,33 @@ async def test_an_idle_lenders_lease_is_renewed_by_the_link() -> None:
             refused = await client.renew(DEFAULT_TENANT, LeaseId("refused"))
             assert refused.status is RenewStatus.DISABLED
             assert [(lease_id, ttl_ms) for lease_id, (ttl_ms, _) in link.renewals.items()] == [("promised", 200_000)]
+        finally:
+            link.close()
+
+
+async def test_a_lender_that_terminates_ends_all_its_leases_without_a_step() -> None:
+    clock = SystemClock()
+    registry = RegistrySettings(listen="127.0.0.1:0", metrics_listen=NO_METRICS)
+    async with RegistryServer(registry) as server, RegistryClient(server.endpoint) as client:
+        settings = ConnectorSettings.load({"registry": server.endpoint})
+        probe = LenderProbe(NoSideChannel(), clock, settings.probe_ms)
+        link = Link(settings, clock, Journal(configure_tracing("test")), probe)
+        broken: list[bool] = []
+        link.break_all = lambda: broken.append(True)
+        link.start()
+        try:
+            link.lend_as(ENGINE)
+            for number in range(300):
+                made = lease(f"lease-{number}", OLD, clock.now_ms(), conversation=f"c{number}")
+                link.call(link.with_session, lambda session, made=made: session.publish(made))
+
+            async def held(count: int) -> bool:
+                return len((await client.list_leases()).leases) == count
+
+            await eventually(lambda: held(300), "all leases")
+            link.end_all()
+            await eventually(lambda: held(0), "no lease")
+            assert broken == [True]
         finally:
             link.close()
 

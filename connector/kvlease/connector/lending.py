@@ -118,6 +118,7 @@ class Lending:
             terms, link, tables, instruments, slot_of=lambda lease_id: self._holder.slot_of(lease_id)
         )
         link.break_seal = self._break_from_elsewhere
+        link.break_all = self._break_all
         link.renew = self._promise_from_elsewhere
 
     def __len__(self) -> int:
@@ -223,8 +224,7 @@ class Lending:
             self._carry_out(self._holder.end_all(reason))
             self._give_back(self._returns.blocks)
         except Exception:
-            for table in self._tables:
-                table.break_all()
+            self._break_all()
             raise
 
     def rebase(self, terms: LenderTerms) -> None:
@@ -244,6 +244,9 @@ class Lending:
     def close(self) -> None:
         """Breaks every seal; the engine's memory is about to go."""
         self.end_all(EndReason.DRAINED)
+        self._break_all()
+
+    def _break_all(self) -> None:
         for table in self._tables:
             table.break_all()
 

@@ -108,6 +108,8 @@ class Link:
         """This thread is no more: nothing is kept for it."""
         self.break_seal: Callable[[LeaseId], bool] | None = None
         """Breaks a lease's seal from this thread, if the lease is held; set by the lender."""
+        self.break_all: Callable[[], None] | None = None
+        """Breaks every seal, from any thread; set by the lender."""
         self.renew: Renewal | None = None
         """Answers a renewal from this thread, as far as that can be done without the engine's; set by the lender."""
         self.answers: deque[Answer] = deque()
@@ -153,6 +155,15 @@ class Link:
     def traced(self) -> bool:
         """Whether anybody wants spans: if not, no note need be made."""
         return self._journal.traced
+
+    def end_all(self) -> None:
+        """The engine terminates, and may never take a step again. Called from any thread.
+
+        Seals are broken here and now, and the ends told by this link; the engine gives blocks back if it still can.
+        """
+        if self.break_all is not None:
+            self.break_all()
+        self.call(self.with_session, lambda session: session.ended_all(EndReason.DRAINED))
 
     def note(self, note: Note) -> None:
         """Something worth a span; made into one here, so that the engine's thread does not pay for it."""

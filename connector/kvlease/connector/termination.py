@@ -4,32 +4,46 @@ Chains a SIGTERM handler in front of the one that the engine has installed. The 
 what runs until its shutdown time-out. Without a handler of the engine's nothing is chained, since then SIGTERM ends
 the process (or is ignored) and there is nothing to be done first.
 
-Invariant: what is called runs between two byte codes of the main thread, so it only sets a flag.
+An engine that is idle takes no step any more: it tears itself down at once, and a second SIGTERM, which its own parent
+may send, kills it on the way. So a thread of its own is told as well, in the same instant.
+
+Invariant: what the handler itself does takes no lock: it sets a flag, and wakes the thread through a reentrant queue.
 """
 
 from __future__ import annotations
 
+import logging
+import queue
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 
+log = logging.getLogger(__name__)
+
 
 class Termination:
     """A chained handler; `close` takes it out again if nobody has chained another one since."""
 
-    def __init__(self, on_terminate: Callable[[], None]) -> None:
+    def __init__(self, on_terminate: Callable[[], None], elsewhere: Callable[[], None]) -> None:
+        """`on_terminate` is called between two byte codes of the main thread, `elsewhere` on a thread of its own."""
         self._on_terminate = on_terminate
+        self._elsewhere = elsewhere
         self._earlier: Callable[[int, FrameType | None], object] | None = None
+        self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """From now on `on_terminate` is called at SIGTERM. Does nothing outside the process's main thread."""
+        """From now on both are called at SIGTERM. Does nothing outside the process's main thread."""
         earlier = signal.getsignal(signal.SIGTERM)
         if callable(earlier) and threading.current_thread() is threading.main_thread():
             self._earlier = earlier
+            self._thread = threading.Thread(target=self._wait, name="kvlease-termination", daemon=True)
+            self._thread.start()
             signal.signal(signal.SIGTERM, self._handle)
 
     def close(self) -> None:
+        self._told.put(False)
         earlier, self._earlier = self._earlier, None
         if earlier is None or threading.current_thread() is not threading.main_thread():
             return
@@ -38,5 +52,14 @@ class Termination:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._on_terminate()
+        self._told.put(True)
         if self._earlier is not None:
             self._earlier(number, frame)
+
+    def _wait(self) -> None:
+        if not self._told.get():
+            return
+        try:
+            self._elsewhere()
+        except Exception:  # the thread's outermost frame
+            log.exception("kvlease: leases could not be ended at once; the engine's next step ends them")

@@ -96,7 +96,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         self._terms: LenderTerms | None = None
         self._terminating = False
         self._drained = False
-        self._termination = Termination(self._terminate)
+        self._termination = Termination(self._terminate, self._link.end_all)
         self._weights = WeightsWatch(vllm_config, settings, self._end_all, self._reidentify)
 
     # -- start -------------------------------------------------------------------------------------------------------

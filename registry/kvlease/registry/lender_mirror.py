@@ -80,6 +80,11 @@ class LenderMirror:
         """Whether the next snapshot would name this lease."""
         return lease_id in self._held
 
+    @property
+    def lease_ids(self) -> tuple[LeaseId, ...]:
+        """Of the leases held."""
+        return tuple(self._held)
+
     def __len__(self) -> int:
         """Leases held."""
         return len(self._held)

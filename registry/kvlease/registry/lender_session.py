@@ -128,6 +128,12 @@ class LenderSession:
         self._mirror.ended(lease_id, reason)
         self._wake.set()
 
+    def ended_all(self, reason: EndReason) -> None:
+        """Every lease is over: the lender goes away."""
+        for lease_id in self._mirror.lease_ids:
+            self._mirror.ended(lease_id, reason)
+        self._wake.set()
+
     def renewed(self, lease_id: LeaseId, deadline_ms: int) -> None:
         """The lease's deadline is now `deadline_ms` of the lender's clock, and its blocks are pinned."""
         self._mirror.renewed(lease_id, deadline_ms)

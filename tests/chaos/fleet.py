@@ -219,7 +219,6 @@ class Fleet:
             self.network,
             self.settings.folder,
             environment=self._release(name),
-            on_start=lambda: self.judge.replica_started(self.replica_run(name), time.monotonic()),
         )
         self.replicas[name] = party
         stack.push_async_callback(party.kill)

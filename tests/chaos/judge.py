@@ -37,8 +37,8 @@ class Judge:
     findings: list[str] = field(default_factory=list)
     ends: dict[str, list[End]] = field(default_factory=dict)
     """By lease: every end that was asked for."""
-    started_s: dict[str, float] = field(default_factory=dict)
-    """By replica run."""
+    served_s: dict[str, float] = field(default_factory=dict)
+    """By replica run: since when it has answered. What ended before that, it need not know of."""
     alone_s: dict[str, float] = field(default_factory=dict)
     """By replica run: since when it has had no contact with the store, if it has none."""
     answers: int = 0
@@ -55,10 +55,6 @@ class Judge:
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
-    def replica_started(self, replica_run: str, at_s: float) -> None:
-        self.started_s[replica_run] = at_s
-        self.alone_s.pop(replica_run, None)
-
     def contact(self, replica_run: str, in_contact: bool, at_s: float) -> None:
         """Whether this replica and the store can reach each other, from `at_s` on."""
         if in_contact:
@@ -69,6 +65,7 @@ class Judge:
     def answered(self, replica_run: str, asked_s: float, lease_id: str | None, detail: str = "") -> None:
         """A replica has answered a resolve that was sent at `asked_s`: with this lease, or with a miss."""
         self.answers += 1
+        self.served_s.setdefault(replica_run, asked_s)
         alone_s = self.alone_s.get(replica_run)
         if alone_s is not None and asked_s > alone_s + self.bound_s:
             self.checked_alone += 1
@@ -89,7 +86,7 @@ class Judge:
                 self._find(
                     f"{replica_run} acknowledged the end of {lease_id} and answered with it {later_s:.2f} s later"
                 )
-            elif later_s > self.bound_s + self.slack_s and self.started_s.get(replica_run, asked_s) <= end.at_s:
+            elif later_s > self.bound_s + self.slack_s and self.served_s[replica_run] <= end.at_s:
                 self._find(
                     f"{replica_run} answered with {lease_id} {later_s:.2f} s after {end.replica_run} "
                     f"acknowledged its end; the bound is {self.bound_s:.1f} s {detail}",

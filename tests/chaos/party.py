@@ -52,7 +52,6 @@ class Party:
         *,
         environment: Mapping[str, str] | None = None,
         on_line: Callable[[Line], None] = lambda _: None,
-        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.name: Final = name
         self._command: Final = tuple(command)
@@ -60,7 +59,6 @@ class Party:
         self._folder: Final = folder
         self._environment: Final = dict(environment or {})
         self._on_line: Final = on_line
-        self._on_start: Final = on_start
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._stopping = False
@@ -87,7 +85,6 @@ class Party:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.runs += 1
         self._stopping = False
-        self._on_start()
         setpriv = shutil.which("setpriv")
         dying = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
         with self.log.open("ab") as log:

@@ -18,7 +18,7 @@ HELD = {"d0": {"a": "1", "b": "2"}, "d1": {}}
 def judge() -> Judge:
     made = Judge(bound_s=5.0, slack_s=1.0)
     for name in ("r0#1", "r1#1"):
-        made.replica_started(name, 0.0)
+        made.answered(name, 0.0, None)
     return made
 
 
@@ -40,9 +40,10 @@ def test_an_end_holds_everywhere_after_the_bound(judge: Judge) -> None:
     assert "the bound is 5.0 s" in judge.findings[0]
 
 
-def test_a_replica_that_started_after_an_end_may_have_to_hear_of_it_first(judge: Judge) -> None:
+def test_a_replica_that_serves_since_after_an_end_may_have_to_hear_of_it_first(judge: Judge) -> None:
     judge.end_acknowledged("a", "r0#1", 9.0, 10.0, 1)
-    judge.replica_started("r1#2", 11.0)
+    judge.refused("r1#2", 9.0)  # not current yet
+    judge.answered("r1#2", 11.0, None)
     judge.answered("r1#2", 20.0, "a")
     assert not judge.findings
 

@@ -74,12 +74,12 @@ class Late(RuntimeError):
 class MadeTurn:
     """A finished turn, and the blocks that its request was given."""
 
-    finished: FinishedTurn
+    params: RequestParams
+    tokens: int
+    block_hashes: Sequence[bytes]
     blocks: Sequence[Any]
-
-    @property
-    def block_hashes(self) -> Sequence[bytes]:
-        return self.finished.block_hashes
+    held: list[Any]
+    """Those that it still has a reference on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,26 +168,31 @@ class Stage:
         blocks = shared + self.pool.get_new_blocks(count - len(shared))
         self.pool.cache_full_blocks(_Hashed(hashes), blocks, len(shared), count, BLOCK_TOKENS, 0)
         self._numbers += 1
-        conversation = after.finished.params.conversation if after else ConversationId(f"chat-{self._numbers}")
+        conversation = after.params.conversation if after else ConversationId(f"chat-{self._numbers}")
         params = RequestParams(tenant=DEFAULT_TENANT, conversation=conversation, ttl_ms=ttl_ms)
-        ids = tuple(block.block_id for block in blocks)
-        finished = FinishedTurn(
-            params=params, real_tokens=tokens, block_hashes=hashes, block_ids=(ids,), held=(list(blocks),)
+        return MadeTurn(params=params, tokens=tokens, block_hashes=hashes, blocks=blocks, held=list(blocks))
+
+    def finished(self, turn: MadeTurn) -> FinishedTurn:
+        """As vLLM tells of it: its blocks listed anew."""
+        return FinishedTurn(
+            params=turn.params,
+            real_tokens=turn.tokens,
+            block_hashes=turn.block_hashes,
+            block_ids=([block.block_id for block in turn.blocks],),
+            held=(turn.held,),
         )
-        return MadeTurn(finished=finished, blocks=blocks)
 
     def lend(self, turn: MadeTurn) -> LeaseId:
         """Lends it and lets its request go."""
-        lease_id = self.lending.finished(turn.finished)
+        lease_id = self.lending.finished(self.finished(turn))
         assert lease_id is not None
         self.give_back(turn)
         return lease_id
 
     def give_back(self, turn: MadeTurn) -> None:
         """The request that made this turn is gone: what it still holds goes back to the pool, as vLLM does."""
-        (held,) = turn.finished.held
-        self.pool.free_blocks(reversed(held))
-        held.clear()
+        self.pool.free_blocks(reversed(turn.held))
+        turn.held.clear()
 
     def order_end(self, lease_id: LeaseId) -> None:
         """The registry wants this lease ended."""
@@ -202,14 +207,14 @@ class Stage:
         hashes = [*turn.block_hashes, *more]
         return ArrivedRequest(
             request_id=f"request-{self._numbers}",
-            params=turn.finished.params,
+            params=turn.params,
             prompt_tokens=len(hashes) * BLOCK_TOKENS + 1,
             block_hashes=hashes,
         )
 
     def published(self, turn: MadeTurn) -> None:
         """Returns when the registry resolves this turn. Raises Late."""
-        self._answers(turn.finished.params.conversation, ComputeReason.DIVERGED)  # a hit, for a chain without a stride
+        self._answers(turn.params.conversation, ComputeReason.DIVERGED)  # a hit, for a chain without a stride
 
     def answer_is_here(self, to: str | None = None) -> None:
         """Returns when an answer of the registry waits for the engine's thread, or that to request `to` was taken.

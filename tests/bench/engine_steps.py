@@ -16,6 +16,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from kvlease.connector.borrower import Read
 from kvlease.connector.borrowing import ArrivedRequest
+from kvlease.connector.lending import FinishedTurn
 from kvlease.connector.loads import LoadReport, WorkerReports
 
 from tests.bench.effort import FULL, QUICK, Effort
@@ -53,6 +54,14 @@ class Timed:
 
     def __call__(self, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         time.sleep(MODEL_S)
+        return self._time(hook, *args, **kwargs)
+
+    def lent(self, stage: Stage, turn: MadeTurn, hook: Callable[[FinishedTurn], R]) -> R:
+        """The same for a turn that has just finished: vLLM lists a request's blocks right before it calls the hook."""
+        time.sleep(MODEL_S)
+        return self._time(hook, stage.finished(turn))
+
+    def _time(self, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         cpu_ns, began_ns = time.thread_time_ns(), time.perf_counter_ns()
         result = hook(*args, **kwargs)
         ended_ns = time.perf_counter_ns()
@@ -90,7 +99,7 @@ def lender_hooks(stage: Stage, effort: Effort) -> list[Figure]:
         back = Timed(HOOKS, f"service, more blocks of that {size}-token lease go back")
         for _ in range(few):
             turn = stage.turn(tokens)
-            lease_id = finish(stage.lending.finished, turn.finished)
+            lease_id = finish.lent(stage, turn, stage.lending.finished)
             assert lease_id is not None
             stage.give_back(turn)
             stage.order_end(lease_id)
@@ -115,10 +124,10 @@ def _supersede(stage: Stage, count: int) -> list[Figure]:
     finish = Timed(HOOKS, "an 8k-token turn is lent, superseding the one before")
     for _ in range(count):
         earlier = stage.turn(TOKENS["8k"])
-        assert stage.lending.finished(earlier.finished) is not None
+        assert stage.lending.finished(stage.finished(earlier)) is not None
         later = stage.turn(TOKENS["8k"] + 4 * STRIDE_TOKENS, after=earlier)
         stage.give_back(earlier)
-        lease_id = finish(stage.lending.finished, later.finished)
+        lease_id = finish.lent(stage, later, stage.lending.finished)
         assert lease_id is not None
         stage.give_back(later)
         stage.order_end(lease_id)
@@ -203,7 +212,10 @@ def steps(stage: Stage, effort: Effort) -> list[Figure]:
     decode = Timed(STEPS, f"decode: service twice, an 8k-token turn lent every {STEPS_PER_FINISH} steps")
     for number in range(effort.steps):
         turn = stage.turn(TOKENS["8k"]) if number % STEPS_PER_FINISH == 0 else None
-        decode(_decode_step, stage, turn)
+        if turn is None:
+            decode(_decode_step, stage, None)
+        else:
+            decode.lent(stage, turn, lambda finished: _decode_step(stage, finished))
         if turn is not None:
             stage.give_back(turn)
             stage.lending.give_way(len(turn.blocks))
@@ -224,10 +236,10 @@ def steps(stage: Stage, effort: Effort) -> list[Figure]:
     return decode.figures() + prefill.figures()
 
 
-def _decode_step(stage: Stage, turn: MadeTurn | None) -> None:
+def _decode_step(stage: Stage, finished: FinishedTurn | None) -> None:
     stage.lending.service()
-    if turn is not None:
-        assert stage.lending.finished(turn.finished) is not None
+    if finished is not None:
+        assert stage.lending.finished(finished) is not None
     stage.lending.service()
 
 

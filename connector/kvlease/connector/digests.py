@@ -55,13 +55,12 @@ class Chain:
     Immutable to the eye; what was made once is kept. May be handed from thread to thread.
     """
 
-    __slots__ = ("_digests", "_ends", "_hashes", "_seed")
+    __slots__ = ("_digests", "_ends", "_seed")
 
     def __init__(self, seed_bytes: bytes, ends: Sequence[bytes]) -> None:
         """`ends`: the engine's hash at the end of each stride, all of one length; the list is the chain's own."""
         self._seed = seed_bytes[:DIGEST_BYTES]
         self._ends = ends
-        self._hashes: bytes | None = None
         self._digests: bytes | None = None
 
     @classmethod
@@ -77,15 +76,14 @@ class Chain:
         return len(self._ends)
 
     def extends(self, other: Chain) -> bool:
-        """Whether this chain begins with all of `other`: the same tokens, or more of them."""
-        return self._seed == other._seed and self.hashes.startswith(other.hashes)
+        """Whether this chain begins with all of `other`: the same tokens, or more of them.
 
-    @property
-    def hashes(self) -> bytes:
-        """The engine's hashes, concatenated."""
-        if self._hashes is None:
-            self._hashes = b"".join(self._ends)
-        return self._hashes
+        One hash tells, since each covers everything before it.
+        """
+        count = len(other._ends)
+        if self._seed != other._seed or count > len(self._ends):
+            return False
+        return not count or self._ends[count - 1] == other._ends[count - 1]
 
     @property
     def digests(self) -> bytes:

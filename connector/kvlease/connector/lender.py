@@ -333,7 +333,10 @@ class LeaseHolder:
     def _watch(self, blocks: tuple[int, ...], lease_id: LeaseId) -> None:
         """Operations over all blocks at once, since a long lease has thousands; few are watched already, as a rule."""
         watched, alone = self._watched, (lease_id,)
-        shared = () if watched.keys().isdisjoint(blocks) else [block for block in blocks if block in watched]
+        if watched.keys().isdisjoint(blocks):
+            watched.update(dict.fromkeys(blocks, alone))
+            return
+        shared = [block for block in blocks if block in watched]
         kept = {
             others: tuple(i for i in others if i in self._held and i != lease_id)
             for others in {watched[block] for block in shared}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvlease.registry.values import LeaseId, TenantId
 
@@ -20,9 +20,8 @@ _STALE: Final = 64
 """Entries of a heap that may be stale beyond one for each lease before it is rebuilt."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Loss:
-    """What is lost with a lease; the smallest goes first."""
+class Loss(NamedTuple):
+    """What is lost with a lease; the smallest goes first. A tuple, since heaps compare many of them within a step."""
 
     used_ms: int
     """When it was used last, with its head start."""

@@ -147,7 +147,7 @@ class Lending:
             self._instruments.not_lent.labels("short").inc()
             return None
         blocks = strides * terms.stride_tokens // terms.block_tokens
-        block_ids = tuple(tuple(group[:blocks]) for group in turn.block_ids)
+        block_ids = tuple(tuple(group if len(group) == blocks else group[:blocks]) for group in turn.block_ids)
         if any(len(group) < blocks for group in turn.held) or any(self._null_block in group for group in block_ids):
             self._instruments.not_lent.labels("null_block").inc()
             return None
@@ -178,7 +178,7 @@ class Lending:
     def service(self) -> None:
         """Does what is due: orders of the registry, deadlines. Cheap when nothing is."""
         now_ms = self._clock.now_ms()
-        link, holder = self._link, self._holder
+        link, holder, owed = self._link, self._holder, self._returns.blocks
         for _ in range(min(ORDERS_AT_ONCE, len(link.orders))):
             order = link.orders.popleft()
             self._carry_out(holder.end(order.lease_id, order.reason))
@@ -192,7 +192,7 @@ class Lending:
         self._carry_out(holder.tick(now_ms, free_blocks=free_blocks))
         if free_blocks < self._terms.keep_free_blocks:
             self._carry_out(holder.ease(self._free_soon()))
-        if self._returns.blocks:
+        if owed:  # from before: what this service has made owed waits for the next
             self._give_back(RETURNED_BLOCKS)
         if now_ms - self._reported_ms >= POOL_REPORT_MS:
             self._reported_ms = now_ms

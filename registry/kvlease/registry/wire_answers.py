@@ -32,6 +32,8 @@ _LAPSED = bytes((STATE_OUT[LeaseState.LAPSED],))
 _SHORT = 0x4000
 _VARINTS = tuple(bytes((n,)) if n < 0x80 else bytes((n & 0x7F | 0x80, n >> 7)) for n in range(_SHORT))
 """All of one and two bytes, for half a megabyte: an answer needs five."""
+_LOW = tuple(bytes((n & 0x7F | 0x80, n >> 7 | 0x80)) for n in range(_SHORT))
+"""The first two bytes of those that go on, for as much: times and large records need them."""
 
 _INVALID = encode_answer(Miss(reason=MissReason.INVALID)).SerializeToString()
 _OVERLOADED = encode_answer(Miss(reason=MissReason.OVERLOADED)).SerializeToString()
@@ -41,8 +43,8 @@ def answer_bytes(answer: Found | Miss) -> bytes:
     """A serialised ResolveResponse."""
     if not isinstance(answer, Found):
         return encode_answer(answer).SerializeToString()
-    size, changing, *rest = _hit(answer)
-    return b"".join((b"\x0a", varint(size), changing, *rest))
+    hit = _hit(answer)
+    return b"".join((b"\x0a", varint(hit[0]), *hit[1:]))
 
 
 def batch_bytes(resolve: Resolve, message: pb.ResolveStreamRequest) -> bytes:
@@ -67,13 +69,14 @@ def batch_bytes(resolve: Resolve, message: pb.ResolveStreamRequest) -> bytes:
             pieces.append(_correlated(correlation_id, encode_answer(answer).SerializeToString()))
             continue
         # From the inside out, because each length counts the lengths within it.
-        size, *hit = _hit(answer)
+        hit = _hit(answer)
+        size = hit[0]
         hit_bytes = varint(size)
         size += 1 + len(hit_bytes)
         response_bytes = varint(size)
         size += 2 + len(response_bytes) + len(correlation_id)
-        pieces.append(b"\x0a%b\x08%b\x12%b\x0a%b" % (varint(size), correlation_id, response_bytes, hit_bytes))
-        pieces += hit
+        pieces += (b"\x0a", varint(size), b"\x08", correlation_id, b"\x12", response_bytes, b"\x0a", hit_bytes)
+        pieces += hit[1:]
     return b"".join(pieces)
 
 
@@ -86,23 +89,21 @@ def varint(number: int) -> bytes:
     """`number` >= 0 in base 128, least significant group first, a bit in each byte but the last set."""
     if number < _SHORT:
         return _VARINTS[number]
-    low = (number & 0x7F | 0x80 | (number >> 7 & 0x7F | 0x80) << 8).to_bytes(2, "little")
-    return low + varint(number >> 14)
+    return _LOW[number & _SHORT - 1] + varint(number >> 14)
 
 
-def _hit(found: Found) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
+def _hit(found: Found) -> tuple[int, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
     """The size of a serialised Hit, and its pieces: what changes, the head, the digests, what is between, the body."""
     lease, matched_strides, remaining_ms = found
     record = lease.publication.record
     digests, body = record.digests, record.body
     head, between, size = lease.head or _make_head(lease)
+    matched = _VARINTS[matched_strides]
     # A negative number travels as its two's complement in 64 bits.
-    changing = b"\x28%b\x30%b\x38%b" % (
-        _VARINTS[matched_strides],
-        _LAPSED if lease.lapsed or remaining_ms <= 0 else _LIVE,
-        varint(remaining_ms if remaining_ms >= 0 else remaining_ms + 2**64),
-    )
-    return size + len(changing), changing, head, digests, between, body
+    remaining = varint(remaining_ms if remaining_ms >= 0 else remaining_ms + 2**64)
+    state = _LAPSED if lease.lapsed or remaining_ms <= 0 else _LIVE
+    size += 4 + len(matched) + len(remaining)
+    return size, b"\x28", matched, b"\x30", state, b"\x38", remaining, head, digests, between, body
 
 
 def _make_head(lease: HeldLease) -> tuple[bytes, bytes, int]:

@@ -19,8 +19,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,12 +51,13 @@ class Pair:
     decode: OpenAIClient
     engines: tuple[Child, ...]
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Running inside the block only."""
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[Pair]:
+        """Running inside the block only, and asked over new connections: a server drops those that it slept through."""
         self.signal(signal.SIGCONT)
         try:
-            yield
+            async with OpenAIClient(self.prefill.url) as prefill, OpenAIClient(self.decode.url) as decode:
+                yield replace(self, prefill=prefill, decode=decode)
         finally:
             self.signal(signal.SIGSTOP)
 
@@ -121,9 +122,9 @@ def ways(leases: Pair, stock: Pair, caching: Pair) -> dict[str, Way]:
         return await _second(leases, said.history + ids(NEW_TOKENS, -seed), {}, told(seed))
 
     async def by_stock(context: int, seed: int) -> float:
-        with stock.alone():
-            said = await _first(stock, ids(context, seed), {})
-            return await _second(stock, said.history + ids(NEW_TOKENS, -seed), said.params, {})
+        async with stock.awake() as pair:
+            said = await _first(pair, ids(context, seed), {})
+            return await _second(pair, said.history + ids(NEW_TOKENS, -seed), said.params, {})
 
     async def from_own_cache(context: int, seed: int) -> float:
         said = await _first(caching, ids(context, seed), {})

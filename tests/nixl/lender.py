@@ -126,13 +126,14 @@ class Lender:
                     peer.close()
                 continue
             accepted = Connection(peer.accept()[0].detach())
-            accepted.send(
-                Greeting(
-                    agent_metadata=self._metadata,
-                    memory_address=self._memory.address,
-                    incarnation=self.incarnation,
-                )
+            greeting = Greeting(
+                agent_metadata=self._metadata, memory_address=self._memory.address, incarnation=self.incarnation
             )
+            try:
+                accepted.send(greeting)
+            except OSError:  # it did not wait so long
+                accepted.close()
+                continue
             self._selector.register(accepted, selectors.EVENT_READ, accepted)
 
     def _choose(self, count: int) -> tuple[Offer, ...]:

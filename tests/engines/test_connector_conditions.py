@@ -1,6 +1,6 @@
 """What changes under a lease on real engines: its time while a turn waits, its weights, its adapter.
 
-One fleet: heartbeat leases of two seconds on the decode engine, a prefill engine that computes one request at a time.
+One fleet: heartbeat leases of four seconds on the decode engine, a prefill engine that computes one request at a time.
 Every answer is compared with recomputation. The file's last test changes the weights of both engines.
 """
 
@@ -26,8 +26,8 @@ from tests.engines.openai_client import OpenAIClient
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
-TTL_MS = 2_000
-QUEUED_S = 2 * TTL_MS / 1000
+TTL_MS = 4_000
+QUEUED_S = 1.5 * TTL_MS / 1000
 """How long a turn waits in the prefill engine's queue: well past its lease's time."""
 
 

@@ -42,6 +42,8 @@ from kvlease.registry.values import (
 
 MAX_RESOLVES_IN_FLIGHT: Final = 4_096
 """Beyond it requests compute at once (reason `overloaded`)."""
+TOLD_LIMIT_S: Final = 1.0
+"""How long an engine that terminates may wait until the registry has heard that its leases are over."""
 CLOSE_LIMIT_S: Final = 2.0
 """How long closing may take: the goodbye and the last spans."""
 log = logging.getLogger(__name__)
@@ -157,13 +159,18 @@ class Link:
         return self._journal.traced
 
     def end_all(self) -> None:
-        """The engine terminates, and may never take a step again. Called from any thread.
+        """The engine terminates, and may never take a step again. Called from any thread but this link's.
 
         Seals are broken here and now, and the ends told by this link; the engine gives blocks back if it still can.
+        Returns when the registry has heard of it or cannot be told, within TOLD_LIMIT_S.
         """
         if self.break_all is not None:
             self.break_all()
-        self.call(self.with_session, lambda session: session.ended_all(EndReason.DRAINED))
+        if self._ended:
+            return
+        told = threading.Event()
+        self.call(self._spawn_ends, told)
+        told.wait(TOLD_LIMIT_S)
 
     def note(self, note: Note) -> None:
         """Something worth a span; made into one here, so that the engine's thread does not pay for it."""
@@ -257,6 +264,17 @@ class Link:
         """In this thread: tells the registry something, if this engine lends."""
         if self._session is not None:
             action(self._session)
+
+    def _spawn_ends(self, told: threading.Event) -> None:
+        self._spawn(self._end_all(told))
+
+    async def _end_all(self, told: threading.Event) -> None:
+        try:
+            if self._session is not None:
+                self._session.ended_all(EndReason.DRAINED)
+                await self._session.heard(TOLD_LIMIT_S)
+        finally:
+            told.set()
 
     def _spawn_resolve(self, request_id: str, question: Question) -> None:
         self._spawn(self._resolve(request_id, question))

@@ -12,6 +12,7 @@ import sys
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
+from typing import Final
 
 from kvlease.cli import exits
 from kvlease.cli.diagnosis import Grade
@@ -36,6 +37,12 @@ from kvlease.registry.values import (
     TenantId,
 )
 
+_INTERRUPTED: Final = {
+    "bench": "; its leases were taken back",
+    "end": "; leases may have ended: see kvlease leases",
+    "drain": "; leases may have ended: see kvlease leases",
+}
+
 
 def main(options: argparse.Namespace) -> int:
     """Carry out a parsed command. Returns the exit status."""
@@ -51,15 +58,20 @@ def main(options: argparse.Namespace) -> int:
         sys.stderr.write(f"kvlease {options.command}: {sentence(options.registry, error)}\n")
         return exits.FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        if options.command != "bench":
+        if options.command == "watch":
             return exits.DONE
-        sys.stderr.write("kvlease bench: interrupted; its leases were taken back\n")
+        sys.stderr.write(f"kvlease {options.command}: interrupted{_INTERRUPTED.get(options.command, '')}\n")
         return exits.FAILED
     except BrokenPipeError:
         return exits.DONE
 
 
 async def _run(options: argparse.Namespace) -> int:
+    task = asyncio.current_task()
+    if task is not None:
+        # Between two callbacks of the loop: asyncio's own handler cancels in the midst of whatever runs.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     output = Output(as_json=options.json)
     if options.command == "leases" and options.from_store:
         from kvlease.cli.from_store import leases_from_store
@@ -136,9 +148,6 @@ async def _drain(client: RegistryClient, options: argparse.Namespace, output: Ou
 async def _bench(client: RegistryClient, options: argparse.Namespace, output: Output) -> int:
     from kvlease.cli.bench import BenchTerms, measure
 
-    task = asyncio.current_task()
-    if task is not None:  # so that leases are taken back then, too
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     terms = BenchTerms(
         tenant=TenantId(options.tenant),
         engine_id=EngineId(options.engine_id),

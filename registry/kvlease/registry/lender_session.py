@@ -10,6 +10,7 @@ silent for `silence_ms` is left. A session never decides that a lease is over: t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,6 +149,19 @@ class LenderSession:
         self._mirror.refuse_renewal(lease_id, status)
         self._wake.set()
 
+    async def heard(self, limit_s: float) -> bool:
+        """Whether the registry has acknowledged all that was said so far, once it has: within `limit_s`.
+
+        At once if there is no stream: the next one's snapshot will say it.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while (stream := self._stream) is not None and stream.presented:
+                    if not self._mirror.queued and stream.acked >= stream.seq:
+                        return True
+                    await stream.progress()
+        return False
+
     def pool(self, free_blocks: int, total_blocks: int) -> None:
         """The block pool as the next heartbeat reports it."""
         self._free_blocks = free_blocks
@@ -237,6 +251,7 @@ class LenderSession:
                         stream.call.cancel()
         finally:
             self._stream = None
+            stream.over()
             self._mirror.disconnected()
             if stream.presented:
                 self._listener.on_disconnected()
@@ -282,7 +297,7 @@ class LenderSession:
         match message.WhichOneof("message"):
             case "welcome":
                 stream.interval_ms = max(1, message.welcome.heartbeat_interval_ms)
-                stream.acked = 1
+                stream.acknowledged(1)
                 stream.welcomed.set()
             case "ack":
                 self._acknowledged(stream, message.ack)
@@ -309,7 +324,7 @@ class LenderSession:
                 self._listener.on_result(result)
             for lease_id in superseded:
                 self._listener.on_end(lease_id, EndReason.SUPERSEDED)
-        stream.acked = max(stream.acked, ack.seq)
+        stream.acknowledged(ack.seq)
         if not stream.presented and 0 < stream.snapshot_seq <= ack.seq:
             stream.presented = True
             self._listener.on_connected()

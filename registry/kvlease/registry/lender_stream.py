@@ -31,6 +31,7 @@ class LenderStream:
     __slots__ = (
         "_ack_ms",
         "_loop",
+        "_moved",
         "_writer",
         "acked",
         "call",
@@ -61,6 +62,7 @@ class LenderStream:
         self.overflowed = False
         self.dismissed = False
         self.welcomed: Final = asyncio.Event()
+        self._moved: Final = asyncio.Event()
 
     async def send(self, message: pb.SessionRequest) -> None:
         """Number the message and send it. Raises StreamOver."""
@@ -68,6 +70,20 @@ class LenderStream:
         message.seq = self.seq
         self._loop.call_later(self._ack_ms / 1000, self._check, self.seq)
         await self._writer.write(message)
+
+    def acknowledged(self, seq: int) -> None:
+        """The replica has acknowledged all messages up to `seq`."""
+        self.acked = max(self.acked, seq)
+        self._moved.set()
+
+    def over(self) -> None:
+        """The stream has ended."""
+        self._moved.set()
+
+    async def progress(self) -> None:
+        """Wait for the next acknowledgement, or the stream's end. Bounded by the caller."""
+        self._moved.clear()
+        await self._moved.wait()
 
     def _check(self, seq: int) -> None:
         if self.acked < seq:

@@ -157,13 +157,18 @@ class ResolveStream:
         self._backoff.reset()
         for answer in message.answers:
             asked = self._waiting.get(answer.correlation_id)
+            outcome: Hit | Miss | MalformedAnswer
+            try:
+                outcome = decode_answer(answer.response)
+            except InvalidRequest as error:
+                outcome = MalformedAnswer(f"answer to a resolve: {error.message}")
+            # Last: a signal handler that cancels the caller may run between any two byte codes before.
             if asked is None or asked.future.done():
                 self._late_answers += 1
-                continue
-            try:
-                asked.future.set_result(decode_answer(answer.response))
-            except InvalidRequest as error:
-                asked.future.set_exception(MalformedAnswer(f"answer to a resolve: {error.message}"))
+            elif isinstance(outcome, MalformedAnswer):
+                asked.future.set_exception(outcome)
+            else:
+                asked.future.set_result(outcome)
 
     def _ask_again(self, error: KvleaseError) -> None:
         """The stream has failed, another one follows: what was asked on it is asked on that one.

@@ -8,6 +8,7 @@ NixlConnector, so a test can compare the two.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -62,8 +63,9 @@ class EngineSettings:
     max_model_len: int = 16_384
     """Tokens."""
     prefix_caching: bool = True
-    cores: frozenset[int] | None = None
-    """CPU numbers; None leaves the engine free."""
+    cores: frozenset[int] = frozenset(os.sched_getaffinity(0))
+    """CPU numbers. Unless it is told, stock's worker moves its thread to the last core, the same for every engine: two
+    busy engines then share one core, and one of them was seen to get nothing for a minute and a half."""
     shutdown_timeout_s: int = 0
     """vLLM's own default, 0, kills the engine core at once; hooks of the connector run only with more."""
     transports: str = "sm,tcp,self"

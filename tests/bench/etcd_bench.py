@@ -16,6 +16,7 @@ from typing import Final
 
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.clock import SystemClock
+from kvlease.registry.errors import RegistryUnavailable
 from kvlease.registry.etcd_codec import encode_lease_put
 from kvlease.registry.table_changes import LeasePut
 from kvlease.registry.values import Hit
@@ -31,6 +32,7 @@ from tests.etcd.cluster import ClusterSettings, etcd_cluster
 
 RESOLVE_MS: Final = 2_000
 VISIBLE_S: Final = 5.0
+SERVES_S: Final = 30.0
 LENDERS: Final = 200
 IDLE_S: Final = 4.0
 STORED_BYTES: Final = 16_000
@@ -81,6 +83,8 @@ class _Run:
                 await stack.enter_async_context(RegistryClient(f"127.0.0.1:{await port_of(program)}"))
                 for program in (home, other)
             ]
+            for client in clients:
+                await _serves(client)
             deadline_ms = SystemClock().now_ms() + LIFE_MS
             owner = engine("lender-publishing", seed=self._seed)
             lender = await stack.enter_async_context(Lender(clients[0], owner))
@@ -162,6 +166,20 @@ class _Run:
                 note=f"{count} lenders",
             )
         ]
+
+
+async def _serves(client: RegistryClient) -> None:
+    """Returns when the registry has loaded its store. Raises RegistryUnavailable after SERVES_S."""
+    until = time.perf_counter() + SERVES_S
+    while True:
+        try:
+            await client.list_engines()
+        except RegistryUnavailable:
+            if time.perf_counter() > until:
+                raise
+            await asyncio.sleep(0.05)
+        else:
+            return
 
 
 async def _found(client: RegistryClient, turn: Turn) -> None:

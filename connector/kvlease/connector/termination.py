@@ -1,12 +1,9 @@
 """Learns that the engine is asked to terminate, before the engine does: leases are to end first.
 
-Chains a SIGTERM handler in front of the one that the engine has installed. The engine goes on as it would: it serves
-what runs until its shutdown time-out. Without a handler of the engine's nothing is chained, since then SIGTERM ends
-the process (or is ignored) and there is nothing to be done first.
-
-An engine that is idle takes no step any more: it tears itself down at once, and a second SIGTERM, which its own parent
-may send, kills it on the way. So a thread of its own is told as well, in the same instant, and the handler gives it up
-to PAUSE_S: the only time that the engine's thread ever waits for kvlease, and after it no lease is lent.
+Chains a SIGTERM handler in front of the one that the engine has installed; without one, SIGTERM ends the process and
+nothing is chained. A busy engine goes on until its shutdown time-out. An idle one takes no step any more, and a second
+SIGTERM, which its own parent may send, kills it while it tears itself down. So a thread of its own is told as well, and
+the handler gives it up to PAUSE_S: the only time that the engine's thread waits for kvlease; no lease is lent after it.
 
 Invariant: what the handler itself does takes no lock that other code takes: it sets a flag, wakes the thread through a
 reentrant queue, and waits once, for that thread alone.

@@ -33,10 +33,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A limit from registry/DESIGN.md, section 8, in the unit of the figure."""
+    """A limit from registry/DESIGN.md, section 8, in the unit of the figure; `goal`: the first one, where it moved."""
 
     bound: Bound
     limit: float
+    goal: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +66,12 @@ class FigureInvalid(ValueError):
     """What was read is not an encoded figure."""
 
 
-def at_most(limit: float) -> Budget:
-    return Budget(bound=Bound.AT_MOST, limit=limit)
+def at_most(limit: float, *, goal: float | None = None) -> Budget:
+    return Budget(bound=Bound.AT_MOST, limit=limit, goal=goal)
 
 
-def at_least(limit: float) -> Budget:
-    return Budget(bound=Bound.AT_LEAST, limit=limit)
+def at_least(limit: float, *, goal: float | None = None) -> Budget:
+    return Budget(bound=Bound.AT_LEAST, limit=limit, goal=goal)
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
@@ -108,7 +109,7 @@ def encode(figure: Figure) -> dict[str, object]:
         "value": figure.value,
         "low": figure.low,
         "high": figure.high,
-        "budget": None if budget is None else {"bound": budget.bound.value, "limit": budget.limit},
+        "budget": None if budget is None else {"bound": budget.bound.value, "limit": budget.limit, "goal": budget.goal},
         "verdict": figure.verdict.value,
         "note": figure.note,
     }
@@ -134,7 +135,12 @@ def decode(given: object) -> Figure:
 
 
 def _budget(fields: Mapping[str, object]) -> Budget:
-    return Budget(bound=Bound(str(fields["bound"])), limit=_number(fields["limit"]))
+    goal = fields["goal"]
+    return Budget(
+        bound=Bound(str(fields["bound"])),
+        limit=_number(fields["limit"]),
+        goal=None if goal is None else _number(goal),
+    )
 
 
 def _object(given: object) -> Mapping[str, object]:

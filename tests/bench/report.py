@@ -120,6 +120,8 @@ def _cells(figure: Figure) -> tuple[str, ...]:
     if figure.budget is not None:
         sign = "≤" if figure.budget.bound is Bound.AT_MOST else "≥"
         budget = f"{sign} {quantity(figure.budget.limit, figure.unit)}"
+        if figure.budget.goal is not None:
+            budget += f" (goal {quantity(figure.budget.goal, figure.unit)})"
     spread = f"{number(figure.low)} - {number(figure.high)}"
     verdict = f"[{_STYLES[figure.verdict]}]{figure.verdict.value}[/]"
     return (figure.name, quantity(figure.value, figure.unit), spread, budget, verdict, figure.note)

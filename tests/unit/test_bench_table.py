@@ -82,7 +82,7 @@ def test_a_run_is_good_if_everything_was_measured_and_held(
     assert Report(quick=False, seconds=1.0, load=0.0, figures=figures, skipped=skipped).kept is kept
 
 
-@pytest.mark.parametrize("budget", [None, at_most(2.0), at_least(0.8)])
+@pytest.mark.parametrize("budget", [None, at_most(2.0), at_least(0.8), at_least(0.4, goal=0.8)])
 def test_json_says_all(budget: Budget | None) -> None:
     original = figure(1.5, budget)
     assert decode(json.loads(json.dumps(encode(original)))) == original

@@ -23,8 +23,9 @@ from tests.chaos.judge import Judge
 from tests.chaos.messages import ChaosBorrowerSettings, ChaosLenderSettings, to_line
 from tests.chaos.network import Network
 from tests.chaos.party import REPOSITORY, Line, Party
-from tests.etcd.cluster import Cluster, ClusterSettings, free_ports
+from tests.etcd.cluster import Cluster, ClusterSettings
 from tests.nixl.messages import Fault, Transport
+from tests.ports import free_ports
 
 STORE_PREFIX: Final = "/chaos/"
 STALENESS_MS: Final = 5_000

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.chaos.party import REPOSITORY
-from tests.etcd.cluster import ClusterSettings, etcd_cluster, free_ports
+from tests.etcd.cluster import ClusterSettings, etcd_cluster
+from tests.ports import free_ports
 
 MASTER: Final = ("--enable_ha=true", "--enable_oplog=true", "--rpc_address=127.0.0.1")
 CLIENT: Final = REPOSITORY / "tests" / "bench" / "mooncake_client.py"

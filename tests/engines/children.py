@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -30,15 +29,6 @@ TAIL_LINES: Final = 30
 
 class ChildFailed(RuntimeError):
     """A child ended, or was not ready in time. The message holds the last lines of its log."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback TCP ports that nobody uses now, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> str:

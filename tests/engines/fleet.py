@@ -20,10 +20,11 @@ from typing import Final, Self
 import aiohttp
 
 from tests.engines import leaks
-from tests.engines.children import Child, ChildSettings, free_ports, python_module
+from tests.engines.children import Child, ChildSettings, python_module
 from tests.engines.engine import EngineSettings, Json, Role, engine_command, engine_environment
 from tests.engines.model import CACHE, model_dir
 from tests.engines.openai_client import OpenAIClient, RefusedTurn
+from tests.ports import free_ports
 
 READY_TIMEOUT_S: Final = 600.0
 """Two engines, registry and router need 25-60 s on two cores; a busy machine needs much more."""

@@ -24,6 +24,7 @@ from kvlease.registry.values import EndReason
 
 from tests.engines.engine import BLOCK_TOKENS, ENVIRONMENT
 from tests.engines.model import model_dir
+from tests.ports import free_port
 
 Params = Mapping[str, object]
 OUTPUT_TOKEN: Final = 7
@@ -299,11 +300,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 LENDER_PARAMS: Final[Params] = {

@@ -21,8 +21,9 @@ from kvlease.connector.seal import Proof, SealRef, slot_offset
 from kvlease.registry.values import EngineId, Incarnation, LeaseId, TenantId
 
 from tests.engines.engine import BLOCK_TOKENS, ENVIRONMENT
-from tests.engines.inprocess import environment, free_port
+from tests.engines.inprocess import environment
 from tests.engines.model import model_dir
+from tests.ports import free_port
 
 BLOCKS: Final = 16
 READ_LIMIT_MS: Final = 1_000

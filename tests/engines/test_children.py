@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.children import SITE, Child, ChildFailed, ChildSettings, free_ports
+from tests.engines.children import SITE, Child, ChildFailed, ChildSettings
 from tests.engines.model import REPOSITORY
+from tests.ports import free_ports
 
 BOUND_S = 20.0
 

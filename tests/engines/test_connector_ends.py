@@ -19,10 +19,10 @@ from kvlease.registry.client import RegistryClient
 from kvlease.registry.values import DEFAULT_TENANT, ConversationId, LeaseView
 
 from tests.engines.chat import STRIDE, Turns, ids, strides, token_ids
-from tests.engines.children import free_ports
 from tests.engines.engine import Json, Role
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.openai_client import OpenAIClient, RefusedTurn
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 

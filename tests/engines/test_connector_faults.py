@@ -18,10 +18,10 @@ from kvlease.registry.client import RegistryClient
 from kvlease.registry.values import DEFAULT_TENANT, ConversationId
 
 from tests.engines.chat import Turn, Turns, ids
-from tests.engines.children import free_ports
 from tests.engines.engine import Role
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.openai_client import OpenAIClient
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 

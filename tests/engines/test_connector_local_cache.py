@@ -15,12 +15,12 @@ import pytest
 import pytest_asyncio
 
 from tests.engines.chat import ids, recompute, strides
-from tests.engines.children import free_ports
 from tests.engines.engine import BLOCK_TOKENS, Json
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.logprobs import assert_same
 from tests.engines.model import KV_BYTES_PER_TOKEN
 from tests.engines.openai_client import Answer, OpenAIClient
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 

@@ -21,11 +21,11 @@ import pytest_asyncio
 
 from tests.engines import faulty
 from tests.engines.chat import ids, recompute
-from tests.engines.children import free_ports
 from tests.engines.engine import Json
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.logprobs import TOLERANCE, largest_difference
 from tests.engines.openai_client import Answer, OpenAIClient
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1_500)]
 

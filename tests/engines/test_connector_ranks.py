@@ -16,11 +16,11 @@ import pytest_asyncio
 from kvlease.connector.seal_table import DIRECTORY, PREFIX, SealTable
 
 from tests.engines.chat import Turns, ids
-from tests.engines.children import free_ports
 from tests.engines.engine import Json, Role
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.model import KV_BYTES_PER_TOKEN
 from tests.engines.openai_client import OpenAIClient
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

@@ -15,11 +15,11 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.engines.children import free_ports
 from tests.engines.engine import Json
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.model import MODEL_NAME
 from tests.engines.openai_client import OpenAIClient
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 

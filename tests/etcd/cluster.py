@@ -12,10 +12,8 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.integration.certificates import Authority, Files
+from tests.ports import free_ports
 
 ETCD: Final = "KVLEASE_TEST_ETCD"
 """Names an etcd binary; without it, the one on PATH."""
@@ -52,18 +51,6 @@ def binary(variable: str, name: str, package: str) -> str:
     if not path:
         raise EtcdMissing(f"{name} is not installed: apt-get install {package}, or name one in {variable}")
     return path
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody has now, below those that the kernel gives to outgoing connections: restarts find them free."""
-    with contextlib.ExitStack() as stack:
-        ports: list[int] = []
-        while len(ports) < count:
-            one = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                one.bind((host, random.randrange(20_000, 32_000)))
-                ports.append(int(one.getsockname()[1]))
-        return ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,11 @@ from kvlease.etcd import (
     prefix_end,
 )
 
-from tests.etcd.cluster import Cluster, Member, free_ports
+from tests.etcd.cluster import Cluster, Member
 from tests.etcd.reader import changes
 from tests.etcd.writer import writing
 from tests.integration.cut_line import cut_line
+from tests.ports import free_ports
 
 LIMITS = EtcdLimits(call_timeout_ms=10_000)
 FAR_S = 6.0

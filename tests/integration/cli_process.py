@@ -20,7 +20,8 @@ from kvlease.v1 import registry_pb2 as pb
 from kvlease.v1.registry_pb2_grpc import RegistryStub
 
 from tests.integration.raw_session import RawSession, lease
-from tests.integration.registry_peer import free_port, soon
+from tests.integration.registry_peer import soon
+from tests.ports import free_port
 
 LIMIT_S = 30.0
 """A Python process that imports gRPC, on a busy machine."""

@@ -8,7 +8,6 @@ Every wait in here ends after LIMIT_S, with an error that names what was waited 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
@@ -58,13 +57,6 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> Non
             await asyncio.sleep(0.05)
 
     await soon(look(), what)
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on, for a registry that comes later."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class PeerStream(Generic[Request, Response]):

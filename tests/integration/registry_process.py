@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from kvlease.registry.client import RegistryClient
 
-from tests.integration.registry_peer import free_port, soon
+from tests.integration.registry_peer import soon
+from tests.ports import free_port
 
 START_S = 30.0
 """A Python process that imports gRPC, on a busy machine."""

@@ -17,7 +17,8 @@ from kvlease.v1 import registry_pb2 as pb
 from tests.integration.certificates import Authority
 from tests.integration.cli_process import ended, registry, run, started
 from tests.integration.raw_session import digests
-from tests.integration.registry_peer import eventually, free_port
+from tests.integration.registry_peer import eventually
+from tests.ports import free_port
 
 COMMANDS = ("registry", "router", "leases", "engines", "end", "drain", "resolve", "watch", "health", "doctor", "bench")
 

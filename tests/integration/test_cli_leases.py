@@ -13,7 +13,7 @@ from kvlease.registry.values import LeaseFilter, TenantId
 
 from tests.integration.cli_process import LIMIT_S, ended, registry, run, started
 from tests.integration.raw_session import lease
-from tests.integration.registry_peer import free_port
+from tests.ports import free_port
 
 HELD = (
     lease("abcdef01", "xyz", conversation="one"),

@@ -49,7 +49,8 @@ from kvlease.registry.wire_resolve import encode_answer
 from kvlease.v1 import registry_pb2 as pb
 from opentelemetry.context import attach, detach
 
-from tests.integration.registry_peer import free_port, peer, soon, until
+from tests.integration.registry_peer import peer, soon, until
+from tests.ports import free_port
 
 LONG_MS = 9_000
 

@@ -45,7 +45,8 @@ from kvlease.registry.values import (
     TenantId,
 )
 
-from tests.integration.registry_peer import free_port, soon, until
+from tests.integration.registry_peer import soon, until
+from tests.ports import free_port
 
 TTL_MS = 480_000
 LONG_MS = 9_000

@@ -28,8 +28,9 @@ from kvlease.v1 import registry_pb2 as pb
 
 from tests.integration.cut_line import CutLine, cut_line
 from tests.integration.raw_session import LENDER_NOW_MS, HandClock, RawSession, lease, raw_stub
-from tests.integration.registry_peer import free_port, soon, until
+from tests.integration.registry_peer import soon, until
 from tests.integration.router_lender import Lender, lending
+from tests.ports import free_port
 
 QUICK = FeedLimits(backoff_first_ms=10, backoff_cap_ms=50, long_pause_ms=20)
 OURS = LeaseFilter(tenant=DEFAULT_TENANT)

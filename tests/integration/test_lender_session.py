@@ -42,7 +42,8 @@ from tests.integration.lending_session import (
     open_session,
     publication,
 )
-from tests.integration.registry_peer import free_port, peer, soon, until
+from tests.integration.registry_peer import peer, soon, until
+from tests.ports import free_port
 
 
 async def test_hello_snapshot_heartbeats_in_numbered_order() -> None:

@@ -30,8 +30,9 @@ from prometheus_client import CollectorRegistry
 from tests.integration.certificates import Authority
 from tests.integration.lending_session import lending, open_session, publication
 from tests.integration.raw_session import HandClock
-from tests.integration.registry_peer import Peer, free_port, peer, soon, until
+from tests.integration.registry_peer import Peer, peer, soon, until
 from tests.integration.router_lender import lending as lending_to
+from tests.ports import free_port
 
 LONG_MS = 9_000
 QUERY = ResolveQuery(tenant=DEFAULT_TENANT, conversation=ConversationId("c"))

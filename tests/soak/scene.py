@@ -19,10 +19,10 @@ from kvlease.registry.client import RegistryClient
 from kvlease.registry.errors import KvleaseError
 from kvlease.registry.values import DEFAULT_TENANT
 
-from tests.engines.children import free_ports
 from tests.engines.engine import EngineSettings, Json, Role
 from tests.engines.fleet import REGISTRY, Fleet, FleetSettings
 from tests.engines.model import MODEL_NAME
+from tests.ports import free_ports
 from tests.soak.answers import ask
 from tests.soak.chats import Step
 from tests.soak.counters import Counters, scrape

@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pyt
 
 USAGE = re.compile(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", re.MULTILINE)
 WAIT_S = 20.0
-EXIT_S = 10.0
+EXIT_S = 20.0
+"""Of it, vLLM's own teardown takes 3-4 s of an idle machine, and is cut short by its parent after 5."""
 MANY = 1_000
 
 
@@ -239,7 +240,7 @@ async def test_a_conversation_that_is_closed_gives_its_blocks_back(bench: Bench)
     condition="SIGTERM with 1 000 leases and a shutdown time-out",
     lent="nothing any more",
     reused="nothing",
-    freed="all leases first; exits within 10 s",
+    freed="all leases first; kvlease adds no more than 1 s to the exit",
     recomputed="the next turns",
 )
 async def test_an_engine_that_is_terminated_with_a_thousand_leases_ends_them_and_exits(bench: Bench) -> None:

@@ -137,6 +137,12 @@ class _Gathering:
         )
 
 
+def http_session(timeout_s: float) -> aiohttp.ClientSession:
+    """For engines: they close a connection that was idle for 5 s, and a request sent just then is lost."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s))
+
+
 class OpenAIClient:
     """Talks to one base URL (without /v1). `async with` opens and closes its connections."""
 
@@ -147,7 +153,7 @@ class OpenAIClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s))
+        self._session = http_session(self._timeout_s)
         return self
 
     async def __aexit__(
@@ -216,6 +222,8 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Body]:
             yield cast(Body, json.loads(data))
 
 
+KEEPALIVE_S: Final = 2.0
+"""An idle connection is given up by us before the server does it."""
 PREFILL_ONLY: Final[Body] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
-
 from tests.engines.children import ChildFailed
 from tests.engines.fleet import Fleet
+from tests.engines.openai_client import http_session
 from tests.soak.answers import ask
 from tests.soak.counters import Counters
 from tests.soak.disturbances import Disturbances
@@ -57,8 +56,7 @@ async def play(phase: Phase, minutes: float, options: argparse.Namespace, known:
     ports = connector_ports(phase)
     settings = fleet_settings(phase, ports, secrets.token_hex(3))
     tell(f"{phase.name}: starting {len(settings.engines)} engines, registry and router; logs in {settings.log_dir}")
-    timeout = aiohttp.ClientTimeout(total=HANG_S)
-    async with Fleet(settings) as fleet, aiohttp.ClientSession(timeout=timeout) as http:
+    async with Fleet(settings) as fleet, http_session(HANG_S) as http:
         counters = Counters(http, metric_pages(fleet, ports))
         scene = Scene(fleet, phase, http, counters, judge)
         # Another prompt than the recorded one, as if a block of other tokens had been read.

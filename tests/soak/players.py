@@ -18,6 +18,7 @@ from typing import Final
 import aiohttp
 
 from tests.engines.model import MODEL_NAME
+from tests.engines.openai_client import http_session
 from tests.soak.answers import Body, Cut, Refused, ask
 from tests.soak.chats import CHAT, TEXT, Step
 from tests.soak.judge import HANG_S, Judge
@@ -88,8 +89,7 @@ class Players:
 
     async def run(self) -> None:
         """Until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=HANG_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as group:
+        async with http_session(HANG_S) as http, asyncio.TaskGroup() as group:
             for number in range(self._count):
                 rng = random.Random(f"player {self._seed} {number}")
                 group.create_task(_Player(self, http, rng).play_for_ever())

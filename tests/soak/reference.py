@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import aiohttp
-
 from tests.engines import model
 from tests.engines.engine import EngineSettings, Role
 from tests.engines.fleet import Fleet, FleetSettings
+from tests.engines.openai_client import http_session
 from tests.soak import answers, chats
 from tests.soak.chats import Step, record_chat, record_probe
 
@@ -63,10 +62,9 @@ async def _make(seed: int, count: int, tell: Tell) -> dict[str, list[list[Step]]
         engine_id=f"reference-{secrets.token_hex(3)}", role=Role.DECODE, prefix_caching=False, max_model_len=8_192
     )
     tell(f"recording {count} chats of seed {seed} with the reference engine")
-    timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     async with (
         Fleet(FleetSettings(engines=[engine], registry=False, router=False)) as fleet,
-        aiohttp.ClientSession(timeout=timeout) as http,
+        http_session(ASK_TIMEOUT_S) as http,
     ):
         url = fleet.engine_url(engine.engine_id)
         limit = asyncio.Semaphore(AT_ONCE)

@@ -18,7 +18,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import format_span_id, format_trace_id
 
-from tests.integration.router_peers import Call, Engine, fleet, refused, routing, sample, until, url
+from tests.integration.router_peers import (
+    Call,
+    Engine,
+    fleet,
+    refused,
+    routing,
+    sample,
+    until,
+    unused_url,
+    url,
+)
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -31,11 +41,15 @@ BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
         ("POST", "/v1/chat/completions", b'{"messages":[{}],"temperature":1e999}', 400, "invalid_request"),
         ("POST", "/v1/chat/completions", b'{"messages":[{},{},{}]}', 400, "invalid_request"),
         ("POST", "/v1/chat/completions", b" " * 5000, 413, "body_too_large"),
+        ("POST", "/v1/chat/completions", b"null", 400, "invalid_request"),
+        ("POST", "/v1/chat/completions", b"\x1f\x8b\x08", 400, "invalid_request"),
         ("GET", "/v1/chat/completions", b"", 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", b"{}", 404, "not_found"),
         ("POST", "/tokenize", b"{}", 404, "not_found"),
         ("DELETE", "/v1/conversations/not%20one", b"", 400, "invalid_request"),
         ("DELETE", "/v1/conversations/c", b"", 404, "not_found"),
+        ("DELETE", "/v1/conversations/%C3%A9", b"", 400, "invalid_request"),
+        ("DELETE", "/v1/conversations/" + "c" * 129, b"", 400, "invalid_request"),
     ],
 )
 async def test_what_is_refused_is_refused_the_openai_way(
@@ -59,6 +73,45 @@ async def test_an_illegal_conversation_header_is_refused() -> None:
         async with http.post(url(router), json=BODY, headers={"x-kvlease-conversation": "a-b"}) as answer:
             assert answer.status == 200
             assert answer.headers["x-kvlease-conversation"] == "a-b"
+
+
+async def test_a_large_header_is_no_error() -> None:
+    engine = Engine()
+    headers = {"Authorization": "Bearer " + "t" * 30_000}
+    async with (
+        fleet([engine], [engine], "--no-forward-authorization", headers=headers) as (router, http),
+        http.post(url(router), json=BODY) as answer,
+    ):
+        assert answer.status == 200
+
+
+async def test_the_body_names_the_conversation_before_a_header_does() -> None:
+    engine = Engine()
+    async with fleet([engine], [engine]) as (router, http):
+        for headers, expected in (
+            ({"x-kvlease-conversation": "own", "x-conversation-id": "foreign"}, "body"),
+            ({"x-conversation-id": "gespr\u00e4ch"}, "body"),
+        ):
+            async with http.post(url(router), json={**BODY, "conversation_id": "body"}, headers=headers) as answer:
+                assert (answer.status, answer.headers["x-kvlease-conversation"]) == (200, expected)
+        assert not any("conversation_id" in call.body for call in engine.calls), "it is no field of an engine's"
+        for foreign in ("gespr\u00e4ch", "c" * 129):  # of a gateway that knows nothing of ours: no error
+            async with http.post(url(router), json=BODY, headers={"x-conversation-id": foreign}) as answer:
+                assert (answer.status, len(answer.headers["x-kvlease-conversation"])) == (200, 32)
+
+
+@pytest.mark.parametrize("leases", [False, True])
+async def test_no_depth_of_nesting_is_an_internal_error(leases: bool) -> None:
+    """Around the depth at which JSON can just be read, or just not be written again."""
+    prefill, decode = Engine(), Engine()
+    registry = ("--registry", unused_url().removeprefix("http://"), "--locate-timeout-ms", "1") if leases else ()
+    seen = set()
+    async with fleet([prefill], [decode], *registry) as (router, http):
+        for depth in range(900, 1_000):
+            body = b'{"messages":[{"role":"user","content":' + b"[" * depth + b"]" * depth + b"}]}"
+            async with http.post(url(router), data=body) as answer:
+                seen.add((answer.status, (await answer.json()).get("error", {}).get("code")))
+    assert seen == {(200, None), (400, "invalid_request")}
 
 
 async def test_more_turns_than_allowed_are_refused_with_a_hint() -> None:

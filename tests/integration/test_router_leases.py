@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import format_span_id, format_trace_id
+from yarl import URL
 
 from tests.integration.router_lender import lending, registry
 from tests.integration.router_peers import LIMIT_S, Call, Engine, fleet, routing, sample, until, unused_url, url
@@ -189,21 +190,22 @@ async def test_without_a_registry_turns_are_served_without_reuse() -> None:
             assert (await answer.json())["registry"] == "down"
 
 
-async def test_ending_a_conversation_ends_its_leases() -> None:
+@pytest.mark.parametrize(("conversation", "path"), [("c", "c"), ("a/b:1", "a/b:1"), ("a/b:1", "a%2Fb%3A1")])
+async def test_ending_a_conversation_ends_its_leases(conversation: str, path: str) -> None:
     prefill, decode = Engine(), Engine()
     async with (
         registry() as server,
         fleet([prefill], [decode], *flags(server)) as (router, http),
         lending(server, decode.url) as lender,
     ):
-        lease_id = await lender.lend("c")
+        lease_id = await lender.lend(conversation)
         for count in (1, 0):
-            async with http.delete(url(router, "/v1/conversations/c")) as answer:
+            async with http.delete(URL(url(router, f"/v1/conversations/{path}"), encoded=True)) as answer:
                 assert answer.status == 200
-                found = {"id": "c", "object": "conversation.deleted", "deleted": True, "leases_ended": count}
+                found = {"id": conversation, "object": "conversation.deleted", "deleted": True, "leases_ended": count}
                 assert await answer.json() == found
         await until(lambda: lender.ended == [(lease_id, "released")] and not len(router.copy))
-        await turn(http, router, body(ASK, conversation_id="c"))
+        await turn(http, router, body(ASK, conversation_id=conversation))
         assert "lease_id" not in prefill.calls[0].params["kvlease"]
 
 

@@ -5,6 +5,7 @@ Pure: no sockets. The first test is the security contract of the edge.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -123,10 +124,18 @@ def test_an_answer_without_parameters_hands_nothing_off(answer: bytes) -> None:
         (Endpoint.COMPLETION, {"prompt": [[1], [2]]}, AloneReason.SEVERAL_PROMPTS),
         (Endpoint.COMPLETION, {"prompt": "a", "prompt_embeds": "e"}, AloneReason.SEVERAL_PROMPTS),
         (Endpoint.COMPLETION, {"prompt": "a", "best_of": 2}, AloneReason.SEVERAL_SEQUENCES),
+        (Endpoint.COMPLETION, {"prompt": "a", "n": None, "best_of": 1.0}, None),
         (Endpoint.COMPLETION, {"prompt": "a", "echo": True}, None),
         (Endpoint.COMPLETION, {"prompt": "a", "echo": True, "logprobs": 1}, AloneReason.PROMPT_LOGPROBS),
+        (Endpoint.COMPLETION, {"prompt": "a", "echo": True, "logprobs": 0}, AloneReason.PROMPT_LOGPROBS),
+        (Endpoint.COMPLETION, {"prompt": "a", "echo": False, "logprobs": 1}, None),
         (Endpoint.CHAT, {**CHAT, "n": 1}, None),
         (Endpoint.CHAT, {**CHAT, "n": 4}, AloneReason.SEVERAL_SEQUENCES),
+        (Endpoint.CHAT, {**CHAT, "n": "4"}, AloneReason.SEVERAL_SEQUENCES),
+        (Endpoint.CHAT, {**CHAT, "n": 4.0}, AloneReason.SEVERAL_SEQUENCES),
+        (Endpoint.CHAT, {**CHAT, "n": [4]}, AloneReason.SEVERAL_SEQUENCES),
+        (Endpoint.CHAT, {**CHAT, "logprobs": True, "top_logprobs": 3}, None),
+        (Endpoint.CHAT, {**CHAT, "echo": True}, AloneReason.PROMPT_LOGPROBS),
         (Endpoint.CHAT, {**CHAT, "use_beam_search": True}, AloneReason.SEVERAL_SEQUENCES),
         (Endpoint.CHAT, {**CHAT, "prompt_logprobs": 0}, AloneReason.PROMPT_LOGPROBS),
         (Endpoint.CHAT, {**CHAT, "truncate_prompt_tokens": -1}, AloneReason.TRUNCATION),
@@ -157,6 +166,8 @@ def test_turns_that_cannot_be_handed_off_are_known(
         (b'{"messages":[{}],"model":7}', "model"),
         (b'{"messages":[{}],"stream":"yes"}', "stream"),
         (b'{"messages":[{}],"conversation_id":"a b"}', "conversation_id"),
+        ('{"messages":[{}],"conversation_id":"gespr\u00e4ch"}'.encode(), "conversation_id"),
+        (b'{"messages":[{}],"conversation_id":"c\\n"}', "conversation_id"),
         (b'{"messages":[{}],"conversation_id":7}', "conversation_id"),
         (b'{"messages":[{}],"conversation_id":"' + b"x" * 129 + b'"}', "conversation_id"),
     ],
@@ -169,5 +180,15 @@ def test_what_the_router_cannot_use_is_refused(raw: bytes, param: str | None) ->
 
 def test_a_number_out_of_range_is_refused_when_written() -> None:
     body = parse_turn(Endpoint.CHAT, b'{"messages":[{}],"temperature":1e999}', max_messages=2)
+    with pytest.raises(InvalidRequest):
+        encode(decode_body(body, None, None))
+
+
+def test_what_could_just_be_read_and_not_be_written_again_is_refused() -> None:
+    """Reading and writing JSON end at the same depth, and a turn is written from deeper down than it is read."""
+    deep: Any = []
+    for _ in range(20_000):
+        deep = [deep]
+    body = dataclasses.replace(parse(CHAT), fields={**CHAT, "deep": deep})
     with pytest.raises(InvalidRequest):
         encode(decode_body(body, None, None))

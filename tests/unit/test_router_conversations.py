@@ -107,6 +107,21 @@ def test_any_messages_have_a_name(messages: list[dict[str, Any]]) -> None:
     assert len(AliasChain(T, "m", messages).continued(messages[0])) == 16
 
 
+def nested(depth: int) -> Any:
+    deep: Any = []
+    for _ in range(depth):
+        deep = [deep]
+    return deep
+
+
+def test_messages_nested_too_deep_are_refused_and_arguments_stay_a_text() -> None:
+    with pytest.raises(InvalidRequest):
+        chain({"role": "user", "content": nested(20_000)})
+    for depth in (10, 980, 20_000):  # a model may write them, and the stream that it is on goes on
+        call = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+        assert chain(ASK).continued({"role": "assistant", "content": "", "tool_calls": [call]})
+
+
 def test_lone_surrogates_can_be_named() -> None:
     assert chain({"role": "user", "content": "\ud800"}).continued(ANSWER)
 

@@ -136,7 +136,7 @@ class RouterApp:
         app.router.add_post(Endpoint.CHAT, self._chat)
         app.router.add_post(Endpoint.COMPLETION, self._completion)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_delete("/v1/conversations/{conversation}", self._end_conversation)
+        app.router.add_delete("/v1/conversations/{conversation:.+}", self._end_conversation)  # ids may have a slash
         app.router.add_get("/health", self._health)
         app.router.add_get("/livez", self._livez)
         app.router.add_get("/metrics", self._metrics_page)

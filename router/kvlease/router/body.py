@@ -195,11 +195,16 @@ def handed_off(answer: bytes) -> tuple[JsonObject | None, int | None]:
 
 
 def encode(fields: Mapping[str, Json]) -> bytes:
-    """JSON for an engine. Raises InvalidRequest for a number that JSON has no form for (a client sent 1e999)."""
+    """JSON for an engine.
+
+    Raises InvalidRequest for a number that JSON has no form for (a client sent 1e999), and for what is nested too deep.
+    """
     try:
         return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:
         raise InvalidRequest("a number in the body is out of range") from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deep") from error
 
 
 def _object(raw: bytes) -> JsonObject:
@@ -237,15 +242,17 @@ def _messages(fields: JsonObject, max_messages: int) -> tuple[JsonObject, ...]:
 
 
 def _alone(endpoint: Endpoint, fields: JsonObject) -> AloneReason | None:
+    """Engines read numbers and truth values out of texts, too ("n": "2"): what is in doubt is not handed off."""
     if endpoint is Endpoint.COMPLETION and _prompts(fields.get("prompt")) + _prompts(fields.get("prompt_embeds")) > 1:
         return AloneReason.SEVERAL_PROMPTS
-    for name in ("n", "best_of"):
-        count = fields.get(name)
-        if isinstance(count, int) and count > 1:
-            return AloneReason.SEVERAL_SEQUENCES
+    if any(fields.get(name) not in (None, 1) for name in ("n", "best_of")):
+        return AloneReason.SEVERAL_SEQUENCES
     if fields.get("use_beam_search"):
         return AloneReason.SEVERAL_SEQUENCES
-    if fields.get("prompt_logprobs") is not None or (fields.get("echo") and fields.get("logprobs")):
+    # An engine that is to repeat the prompt tells its log-probs as well: in a chat always, in a completion if there are
+    # any (none beside the token itself, 0, is still some).
+    echoes = bool(fields.get("echo")) and (endpoint is Endpoint.CHAT or fields.get("logprobs") is not None)
+    if echoes or fields.get("prompt_logprobs") is not None:
         return AloneReason.PROMPT_LOGPROBS
     if fields.get("truncate_prompt_tokens") is not None:
         return AloneReason.TRUNCATION

@@ -41,7 +41,10 @@ def from_headers(headers: Mapping[str, str]) -> ConversationId | None:
 
 
 class AliasChain:
-    """The aliases of a chat: one running hash over tenant, model and messages, so all prefixes cost one pass."""
+    """The aliases of a chat: one running hash over tenant, model and messages, so all prefixes cost one pass.
+
+    Raises InvalidRequest for a message that is nested too deep.
+    """
 
     __slots__ = ("_head", "_known")
 
@@ -95,7 +98,10 @@ class RecentNames:
 
 def _step(head: bytes, part: Json) -> bytes:
     # ASCII escapes keep lone surrogates, which JSON allows and UTF-8 does not.
-    text = json.dumps(part, sort_keys=True, separators=(",", ":"))
+    try:
+        text = json.dumps(part, sort_keys=True, separators=(",", ":"))
+    except RecursionError as error:  # it could just be read
+        raise InvalidRequest("the messages are nested too deep", param="messages") from error
     return blake2b(head + text.encode("ascii"), digest_size=ALIAS_BYTES, person=b"kvlease-alias").digest()
 
 
@@ -131,11 +137,10 @@ def _tool_calls(calls: Json) -> Json:
 
 
 def _arguments(arguments: Json) -> Json:
-    """Arguments are JSON in a string, and some clients format it anew."""
+    """Arguments are JSON in a string, and some clients format it anew. What cannot be read or written stays a text."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed: Json = json.loads(arguments)
+        return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments
-    return parsed

@@ -36,6 +36,8 @@ from kvlease.router.upstream import Upstream
 from opentelemetry.trace import NoOpTracerProvider, Tracer
 
 _LOG: Final = logging.getLogger(__name__)
+_MAX_HEADER_BYTES: Final = 64 * 1024
+"""Of one header of a request. Engines take as much; aiohttp's own 8 KiB are too few for some identity tokens."""
 
 
 class StartError(Exception):
@@ -140,6 +142,7 @@ class RouterServer:
         runner = web.AppRunner(
             app.build(),
             access_log=None,
+            max_field_size=_MAX_HEADER_BYTES,
             handle_signals=False,
             handler_cancellation=True,  # a client that leaves cancels its turn, and so the engines' work
             shutdown_timeout=self._settings.drain_timeout_ms / 1000,

@@ -28,20 +28,39 @@ pytestmark = pytest.mark.engines
 
 
 def fingerprint(
-    *, model: Path | None = None, kvlease: dict[str, Any] | None = None, block_tokens: int = 32, **engine: Any
+    *,
+    model: Path | None = None,
+    kvlease: dict[str, Any] | None = None,
+    block_tokens: int = 32,
+    layout: str = "LBHNC",
+    drafts: str | None = None,
+    **engine: Any,
 ) -> Fingerprint:
+    """`layout`: as the engine's core has resolved it. `drafts`: how its draft model works, if it has one."""
     from vllm.engine.arg_utils import EngineArgs
 
     settings = ConnectorSettings.load({"registry": "127.0.0.1:7411", "model_id": "m", **(kvlease or {})})
     given = {"dtype": "float32", "block_size": 32, "max_model_len": 2_048, "enforce_eager": True, **engine}
     with environment(ENVIRONMENT):
         config = EngineArgs(model=str(model or model_dir()), **given).create_engine_config()
+        config.cache_config.kv_cache_layout = layout
+        if drafts is not None:
+            config.speculative_config = speculative(drafts, config)
         fields = fingerprint_fields(
             config, settings, weights_version="0", block_tokens=block_tokens, hash_tokens=32, version="0.32.0"
         )
     assert len(fields) <= MAX_FINGERPRINT_FIELDS
     assert all(len(value) <= MAX_TEXT_CHARS for value in fields.values())
     return digests.fingerprint(fields)
+
+
+def speculative(method: str, target: Any) -> Any:
+    """The engine's own kind of configuration, of which no draft model need be at hand."""
+    from vllm.config import SpeculativeConfig
+
+    made = object.__new__(SpeculativeConfig)
+    made.method, made.draft_model_config, made.kv_cache_dtype = method, target.model_config, None
+    return made
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32_768, "rope_theta": 10_000.0}
@@ -56,6 +75,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ({"dtype": "bfloat16"}, ("dtype",)),
         ({"kv_cache_dtype": "fp8"}, ("kv_dtype",)),
         ({"block_tokens": 64}, ("block_tokens",)),
+        ({"layout": "LBNHC"}, ("kv_layout",)),
+        ({"drafts": "eagle3"}, ("speculator",)),
         ({"revision": "abc"}, ("revision",)),
         ({"kvlease": {"model_id": "other"}}, ("model",)),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, ("hash",)),
@@ -64,14 +85,14 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 )
 @pytest.mark.matrix(
     group="The engine",
-    condition="engines differ in dtype, KV dtype, rope, block size, revision",
+    condition="engines differ in dtype, KV dtype, layout, rope, block size, revision, draft model",
     lent="-",
     reused="nothing; the difference is named",
     freed="-",
     recomputed="all",
 )
 def test_a_difference_that_changes_kv_is_named(changed: dict[str, Any], named: tuple[str, ...]) -> None:
-    """R6: block size, dtypes, layout of positions, revision, model."""
+    """R6: block size, dtypes, layout, positions, revision, model."""
     plain, other = fingerprint(), fingerprint(**changed)
     assert plain.hash != other.hash
     assert plain.differences(other) == named
@@ -96,4 +117,5 @@ def test_what_two_hosts_may_write_differently_is_no_difference(copy: Callable[[P
 
 
 def test_how_an_engine_schedules_is_no_difference() -> None:
+    assert fingerprint() == fingerprint(drafts="ngram"), "guesses from the text itself have no KV"
     assert fingerprint() == fingerprint(max_model_len=1_024, max_num_seqs=3, enable_prefix_caching=False)

@@ -56,6 +56,13 @@ def full_attention(**more: Any) -> Any:
     return FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch.float32, **more)
 
 
+def mla() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=576, dtype=torch.float32)
+
+
 def sliding_window() -> Any:
     import torch
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
@@ -63,6 +70,25 @@ def sliding_window() -> Any:
     return SlidingWindowSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=128
     )
+
+
+def other_kinds() -> list[tuple[Any, str]]:
+    """What vLLM derives from full attention and is something else, and what its refusal says."""
+    import torch
+    from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, RSWASpec, SinkFullAttentionSpec
+
+    shape: dict[str, Any] = {
+        "block_size": BLOCK_TOKENS,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "dtype": torch.float32,
+    }
+    return [
+        (RSWASpec(**shape, rswa_window=128), "it is RSWASpec"),
+        (SinkFullAttentionSpec(**shape, sink_len=4), "it is SinkFullAttentionSpec"),
+        (HiddenStateCacheSpec(**shape), "it is HiddenStateCacheSpec"),
+        (full_attention(non_causal=True), "non-causal attention is not supported"),
+    ]
 
 
 def parallel(**changes: int) -> Callable[[Any], None]:
@@ -76,6 +102,12 @@ def parallel(**changes: int) -> Callable[[Any], None]:
 def on_an_accelerator(config: Any) -> None:
     config.device_config = dataclasses.replace(config.device_config, device="cpu")
     config.device_config.device_type = "cuda"
+
+
+def diffusing(config: Any) -> None:
+    """The engine looks once for what only such a model's configuration has."""
+    config.model_config.hf_config.canvas_length = 32
+    del config.model_config.__dict__["is_diffusion"]
 
 
 def with_hisparse(config: Any) -> None:
@@ -98,12 +130,13 @@ def with_hisparse(config: Any) -> None:
         ({}, {}, parallel(decode_context_parallel_size=2), "context parallelism"),
         ({}, {}, on_an_accelerator, "kv_buffer_device must be the accelerator's"),
         ({}, {}, with_hisparse, "HiSparse is not supported"),
+        ({}, {}, diffusing, "diffusion models are not supported"),
     ],
-    ids=["policy", "bidirectional", "hash", "pp", "pcp", "dcp", "host-buffer", "hisparse"],
+    ids=["policy", "bidirectional", "hash", "pp", "pcp", "dcp", "host-buffer", "hisparse", "diffusion"],
 )
 @pytest.mark.matrix(
     group="The engine",
-    condition="pipeline or context parallelism, host buffer, weak hash, HiSparse, stock read-back",
+    condition="pipeline or context parallelism, host buffer, weak hash, HiSparse, diffusion, stock read-back",
     lent="refused at start",
     reused="refused at start",
     freed="-",
@@ -121,7 +154,7 @@ def test_an_unsupported_engine_is_refused_with_what_to_change(
 
 @pytest.mark.matrix(
     group="The engine",
-    condition="hybrid, Mamba, sliding-window models, several KV groups",
+    condition="hybrid, Mamba, sliding-window, non-causal models, several KV groups",
     lent="refused at start",
     reused="refused at start",
     freed="-",
@@ -134,6 +167,9 @@ def test_models_whose_blocks_are_written_in_place_are_refused() -> None:
             check_engine(config, caches(*specs), SETTINGS, "0.32.0")
     with pytest.raises(EngineUnsupported, match="sliding-window attention is not supported"):
         check_engine(config, caches(full_attention(sliding_window=128)), SETTINGS, "0.32.0")
+    for spec, advice in other_kinds():
+        with pytest.raises(EngineUnsupported, match=advice):
+            check_engine(config, caches(spec), SETTINGS, "0.32.0")
 
 
 def test_all_that_is_wrong_is_said_at_once_and_a_sound_engine_is_taken() -> None:
@@ -141,4 +177,5 @@ def test_all_that_is_wrong_is_said_at_once_and_a_sound_engine_is_taken() -> None
     with pytest.raises(EngineUnsupported) as refused:
         check_engine(config, caches(), SETTINGS, "0.32.0")
     assert str(refused.value).count("\n  - ") == 2
-    check_engine(configuration(), caches(), SETTINGS, "0.32.0")
+    for spec in (full_attention(), mla()):
+        check_engine(configuration(), caches(spec), SETTINGS, "0.32.0")

@@ -45,8 +45,6 @@ def check_version(version: str, settings: ConnectorSettings) -> None:
 
 def check_engine(config: VllmConfig, kv_cache: KVCacheConfig, settings: ConnectorSettings, version: str) -> None:
     """Raises EngineUnsupported, with what to change, for every combination whose seals are not proven."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     check_version(version, settings)
     transfer = config.kv_transfer_config
     assert transfer is not None
@@ -65,13 +63,7 @@ def check_engine(config: VllmConfig, kv_cache: KVCacheConfig, settings: Connecto
         problems.append("context parallelism (PCP, DCP) must be off: positions of its shards are not proven")
     if transfer.kv_buffer_device == "cpu" and config.device_config.device_type != "cpu":
         problems.append('kv_buffer_device must be the accelerator\'s: the host buffer ("cpu") is not proven')
-    groups = kv_cache.kv_cache_groups
-    if len(groups) != 1 or any(not isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups):
-        problems.append(
-            "hybrid, Mamba and sliding-window models are not supported: their blocks can be written to in place"
-        )
-    elif getattr(groups[0].kv_cache_spec, "sliding_window", None):
-        problems.append("sliding-window attention is not supported: its blocks are given up while the request runs")
+    problems += _attention_problems(config, kv_cache)
     if config.attention_config.hisparse_config is not None:
         problems.append("HiSparse is not supported: it watches the same blocks")
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
@@ -81,6 +73,28 @@ def check_engine(config: VllmConfig, kv_cache: KVCacheConfig, settings: Connecto
         )
     if problems:
         raise EngineUnsupported("kvlease cannot run in this engine:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _attention_problems(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
+    """Sound: KV that is written once, stays while its block is referenced, and depends on the tokens before it only."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    problems: list[str] = []
+    specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
+    # By exact type: vLLM derives others from full attention, such as one that gives blocks up while the request runs.
+    if len(specs) != 1 or type(specs[0]) not in (FullAttentionSpec, MLAAttentionSpec):
+        found = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "none"
+        problems.append(
+            "hybrid, Mamba and sliding-window models are not supported: their blocks can be written to in place. This "
+            f"model's attention must be of one kind, full or MLA; it is {found}"
+        )
+    elif getattr(specs[0], "sliding_window", None):
+        problems.append("sliding-window attention is not supported: its blocks are given up while the request runs")
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        problems.append("non-causal attention is not supported: the KV of a prompt depends on what comes after it")
+    if config.model_config.is_diffusion:
+        problems.append("diffusion models are not supported: they write the KV of a token more than once")
+    return problems
 
 
 def check_side_channel(host: str, settings: ConnectorSettings) -> None:
@@ -126,6 +140,8 @@ def fingerprint_fields(
         "head_size": str(model.get_head_size()),
         "block_tokens": str(block_tokens),
         "hash_tokens": str(hash_tokens),
+        "kv_layout": "" if model.use_mla else str(cache.kv_cache_layout or ""),
+        "speculator": _speculator(config),
         "kv_dtype_skip_layers": ",".join(sorted(cache.kv_cache_dtype_skip_layers)),
         "rope": _short(_rope(model.hf_text_config.to_dict())),
         "config": _digest(_meaning(model.hf_config.to_dict())),
@@ -134,6 +150,16 @@ def fingerprint_fields(
         "hash_seed": get_none_hash_seed(),
         "engine": ".".join(version.split(".")[:2]),
     }
+
+
+def _speculator(config: VllmConfig) -> str:
+    """A draft model that works on the model's own states has layers of its own in each block."""
+    speculative = config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return ""
+    draft = speculative.draft_model_config
+    kv_dtype = speculative.kv_cache_dtype or config.cache_config.cache_dtype
+    return f"{speculative.method} {draft.model} {draft.revision or ''} {kv_dtype}"
 
 
 def _meaning(value: object) -> object:

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvlease.connector.borrower import ComputeReason
+from kvlease.connector.borrower import ComputeReason, Match, Question
 from kvlease.connector.loads import LoadReport, WorkerReports
 from kvlease.connector.seal import VALUE_BYTES
 from kvlease.connector.seal_table import SealTable
 from kvlease.registry.metrics import Metric
-from kvlease.registry.values import EndReason
+from kvlease.registry.values import EndReason, Hit, LeaseState, Publication
 
 from tests.engines.engine import BLOCK_TOKENS, ENVIRONMENT
 from tests.engines.model import model_dir
@@ -34,6 +34,7 @@ TOLD_S: Final = 10.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeskSettings:
     role: str
+    engine_id: str = "desk"
     blocks: int = 64
     prefix_caching: bool = True
     async_scheduling: bool = False
@@ -106,28 +107,45 @@ class Desk:
         params: Params | None = None,
         kvlease: Params | None = None,
         lora: Any | None = None,
+        sampling: Params | None = None,
+        **request: Any,
     ) -> Any:
-        """A new request; `kvlease` is put into its transfer parameters, `lora` is vLLM's LoRARequest."""
+        """A new request; `kvlease` is put into its transfer parameters, `lora` is vLLM's LoRARequest.
+
+        `sampling` and `request`: more for vLLM's SamplingParams and Request.
+        """
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         transfer = dict(params or {})
         if kvlease is not None:
             transfer["kvlease"] = dict(kvlease)
-        sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": transfer} if transfer else None
+        chosen = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+            **(sampling or {}),
         )
-        sampling.update_from_generation_config({}, 0)
-        request = Request(
+        chosen.update_from_generation_config({}, 0)
+        added = Request(
             request_id=request_id,
             prompt_token_ids=list(tokens),
-            sampling_params=sampling,
+            sampling_params=chosen,
             pooling_params=None,
             lora_request=lora,
             block_hasher=self._hasher,
+            **request,
         )
-        self.scheduler.add_request(request)
-        return request
+        self.scheduler.add_request(added)
+        return added
+
+    def takes_images(self) -> None:
+        """From now on requests may have some, as if the model could see."""
+        from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+        room = self.scheduler.max_num_scheduled_tokens
+        self.scheduler.max_num_encoder_input_tokens = room
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(room)
 
     def schedule(self) -> Any:
         return self.scheduler.schedule()
@@ -241,7 +259,7 @@ def desk(settings: DeskSettings) -> Iterator[Desk]:
                 "kv_role": settings.role,
                 "kv_buffer_device": "cpu",
                 "kv_load_failure_policy": "recompute",
-                "engine_id": "desk",
+                "engine_id": settings.engine_id,
                 "kv_connector_extra_config": {
                     "kvlease": {"registry": registry, "resolve_wait_ms": 5_000, **settings.kvlease}
                 },
@@ -314,6 +332,39 @@ LENT_FROM: Final = 1_000
 """The lender's first block in the records of `hit`."""
 
 
+def publication(lender: Desk, conversation: str) -> Publication:
+    """What the lender tells of the one lease that it holds of this conversation."""
+    from kvlease.connector.lender_publication import Draft
+
+    held = [x for x in lender.side._lending._holder._held.values() if x.loan.conversation == conversation]
+    assert len(held) == 1
+    return Draft(
+        terms=lender.side._terms, loan=held[0].loan, slot=held[0].slot, value=1, deadline_ms=held[0].deadline_ms
+    ).publication()
+
+
+def found(desk: Desk, request: Any, lease: Publication, lender: Desk) -> Match | ComputeReason:
+    """The registry knows this lease, and its lender answers. Returns what the borrower makes of it."""
+    from kvlease.connector.link import Answer, judged
+
+    story = desk.side._borrowing._stories[request.request_id]
+    borrow = desk.side._borrowing._core._borrows[request.request_id]
+    answer = Hit(
+        lease_id=lease.lease_id,
+        engine_id=lender.side._terms.engine_id,
+        incarnation=lender.side._terms.incarnation,
+        conversation=lease.conversation,
+        record=lease.record,
+        matched_strides=1,
+        state=LeaseState.LIVE,
+        remaining_ms=1_000,
+    )
+    assert story.params.tenant == lease.tenant
+    judgement = judged(Question(ask=borrow.ask, terms=desk.side._borrowing._terms), answer)
+    desk.side._link.answers.append(Answer(request_id=request.request_id, found=judgement, reachable=True))
+    return judgement
+
+
 def hit(
     desk: Desk,
     request: Any,
@@ -326,11 +377,11 @@ def hit(
     import json
 
     from kvlease.connector import digests
-    from kvlease.connector.borrower import Ask, Question
+    from kvlease.connector.borrower import Ask
     from kvlease.connector.link import Answer, judged
     from kvlease.connector.record import RecordContent, encode
     from kvlease.connector.seal import SealRef
-    from kvlease.registry.values import DEFAULT_TENANT, EngineId, Hit, Incarnation, LeaseId, LeaseState
+    from kvlease.registry.values import DEFAULT_TENANT, EngineId, Incarnation, LeaseId
 
     identity = desk.side._identity
 
@@ -374,5 +425,5 @@ def hit(
         chain=made(request.num_prompt_tokens),
         prompt_tokens=request.num_prompt_tokens,
     )
-    found = judged(Question(ask=asked, terms=desk.side._borrowing._terms), answer)
-    desk.side._link.answers.append(Answer(request_id=request.request_id, found=found, reachable=True))
+    judgement = judged(Question(ask=asked, terms=desk.side._borrowing._terms), answer)
+    desk.side._link.answers.append(Answer(request_id=request.request_id, found=judgement, reachable=True))

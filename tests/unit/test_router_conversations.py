@@ -118,7 +118,7 @@ def test_messages_nested_too_deep_are_refused_and_arguments_stay_a_text() -> Non
     with pytest.raises(InvalidRequest):
         chain({"role": "user", "content": nested(20_000)})
     for depth in (10, 980, 20_000):  # a model may write them, and the stream that it is on goes on
-        call = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+        call: Any = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
         assert chain(ASK).continued({"role": "assistant", "content": "", "tool_calls": [call]})
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="the scheduler is vLLM's: install the engines
 
 from kvlease.registry.metrics import LENDER_ENDS, LENDER_NOT_LENT
 
+from tests.engines.chat import STRIDE
 from tests.engines.engine import BLOCK_TOKENS
 from tests.engines.inprocess import LENDER_PARAMS, Desk, DeskSettings, Loads, desk, tokens
 
@@ -184,7 +185,13 @@ def test_closing_ends_every_lease(lender: Desk) -> None:
 # -- which requests are lent -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["receiving", "received", "stepped"])
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def receiver(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    with desk(DeskSettings(role="kv_consumer", async_scheduling=request.param)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("when", ["arrived", "receiving", "received", "under-way", "stepped"])
 @pytest.mark.matrix(
     group="A turn ends",
     condition="aborted while its prefill is received, or before its first step",
@@ -193,18 +200,27 @@ def test_closing_ends_every_lease(lender: Desk) -> None:
     freed="all, once the READ is over",
     recomputed="the next turn",
 )
-def test_a_received_prompt_is_lent_only_after_a_step_of_its_own(lender: Desk, when: str) -> None:
+def test_a_received_prompt_is_lent_only_after_a_step_of_its_own(receiver: Desk, when: str) -> None:
     """Until then the READ, or what the engine does to its blocks after it, may still be under way (L6)."""
+    lender = receiver
+    lender.side.reset_cache()
     prompt = tokens(6 * BLOCK_TOKENS)
     received = {**LENDER_PARAMS, "do_remote_prefill": True, "remote_block_ids": [[1, 2, 3, 4, 5, 6]]}
     lender.add("turn", prompt, max_tokens=5, params=received, kvlease={"conversation": "c"})
+    if when == "arrived":
+        abort(lender, "turn")
     output = lender.schedule()
-    loads = Loads(finished={"turn"})
+    loads = Loads(finished=set() if when == "arrived" else {"turn"})
     if when == "receiving":
         abort(lender, "turn")
     lender.finish(output, loads)
     if when == "received":
         abort(lender, "turn")
+    elif when == "under-way":
+        step = lender.schedule()
+        assert step.num_scheduled_tokens == {"turn": 1}
+        abort(lender, "turn")
+        lender.finish(step)
     elif when == "stepped":
         lender.step()
         abort(lender, "turn")
@@ -236,3 +252,52 @@ def test_tokens_of_steps_under_way_are_not_lent(processed: bool, strides: int) -
         if not processed:
             lender.finish(first)
         lender.finish(second)
+
+
+@pytest.fixture(scope="module")
+def in_chunks(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    """Prompts are computed in chunks of a stride."""
+    settings = DeskSettings(
+        role="kv_consumer", max_batched_tokens=STRIDE, async_scheduling=request.param, prefix_caching=False
+    )
+    with desk(settings) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("in_chunks", "under_way"),
+    [(False, False), (True, False), (True, True)],
+    ids=["sync", "async", "async-step-under-way"],
+    indirect=["in_chunks"],
+)
+@pytest.mark.parametrize("again", [0, 1, 2, 3], ids=lambda steps: f"{steps}-chunks-again")
+@pytest.mark.parametrize("answered", [False, True], ids=["in-its-prompt", "in-its-answer"])
+@pytest.mark.matrix(
+    group="A turn ends",
+    condition="preempted, then aborted while it is computed again",
+    lent="what was computed again",
+    reused="-",
+    freed="the rest at once",
+    recomputed="the rest",
+)
+def test_what_was_computed_before_a_preemption_is_not_lent(
+    in_chunks: Desk, under_way: bool, again: int, answered: bool
+) -> None:
+    """In the middle of its prompt, or of its answer."""
+    lender = in_chunks
+    request = lender.add("turn", tokens(300), max_tokens=40, kvlease={"conversation": "c"})
+    for _ in range(8 if answered else 3):
+        lender.step()
+    assert bool(request.num_output_tokens) is answered
+    step = lender.schedule() if under_way else None
+    assert lender.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.num_preemptions == 1
+    if step is not None:
+        lender.finish(step)
+    for _ in range(again):
+        lender.step()
+    abort(lender, "turn")
+    held = list(lender.side._lending._holder._held.values())
+    assert [len(lease.loan.chain) for lease in held] == ([again] if again else [])
+    assert lender.free == lender.pool.num_gpu_blocks - 1 - again * STRIDE // BLOCK_TOKENS
+    lender.side.reset_cache()

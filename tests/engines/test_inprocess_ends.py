@@ -19,7 +19,8 @@ from kvlease.registry.metrics import LENDER_ENDS, LENDER_NOT_LENT
 
 from tests.engines.chat import STRIDE
 from tests.engines.engine import BLOCK_TOKENS
-from tests.engines.inprocess import LENDER_PARAMS, Desk, DeskSettings, Loads, desk, tokens
+from tests.engines.inprocess import Desk, DeskSettings, Loads, desk, tokens
+from tests.engines.inprocess_leases import LENDER_PARAMS
 
 pytestmark = pytest.mark.engines
 
@@ -301,3 +302,9 @@ def test_what_was_computed_before_a_preemption_is_not_lent(
     assert [len(lease.loan.chain) for lease in held] == ([again] if again else [])
     assert lender.free == lender.pool.num_gpu_blocks - 1 - again * STRIDE // BLOCK_TOKENS
     lender.side.reset_cache()
+
+
+def test_a_turn_whose_parameters_mean_nothing_is_counted(lender: Desk) -> None:
+    lender.add("turn", tokens(100), kvlease={"conversation": "gespr\u00e4ch"})
+    lender.run()
+    assert (lender.leases, lender.count(LENDER_NOT_LENT, reason="invalid")) == (0, 1)

@@ -7,6 +7,7 @@ as it was, since a request that waits for a load which nobody makes would wait f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ from kvlease.connector.vllm_metadata import attached_orders, attached_refused
 from kvlease.registry.metrics import BORROWER_BORROWS, BORROWER_MISSES
 
 from tests.engines.engine import BLOCK_TOKENS
-from tests.engines.inprocess import LENDER_PARAMS, LENT_FROM, Desk, DeskSettings, Loads, Params, desk, hit, tokens
+from tests.engines.inprocess import Desk, DeskSettings, Loads, Params, desk, tokens
+from tests.engines.inprocess_leases import LENDER_PARAMS, LENT_FROM, hit
 
 pytestmark = pytest.mark.engines
 
@@ -27,6 +29,27 @@ PROMPT = tokens(10 * BLOCK_TOKENS)
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def borrower(request: pytest.FixtureRequest) -> Iterator[Desk]:
     with desk(DeskSettings(role="kv_producer", async_scheduling=request.param)) as opened:
+        yield opened
+
+
+GUESSES = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_scheduling": True},
+    "by-priority": {"engine": {"scheduling_policy": "priority"}},
+    "in-chunks": {"max_batched_tokens": 2 * BLOCK_TOKENS},
+    "uncached": {"prefix_caching": False},
+    "guessing": {"engine": {"speculative_config": {"method": "ngram", **GUESSES}}},
+    "async-guessing": {
+        "async_scheduling": True,
+        "engine": {"speculative_config": {"method": "ngram_gpu", **GUESSES}},
+    },
+}
+
+
+@pytest.fixture(params=list(MODES.values()), ids=list(MODES))
+def borrower_of_any_mode(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    with desk(DeskSettings(role="kv_producer", **request.param)) as opened:
         yield opened
 
 
@@ -128,17 +151,33 @@ def test_a_promised_load_that_cannot_be_ordered_is_refused_by_the_worker(borrowe
     lent="-",
     reused="nothing",
     freed="local blocks, once no READ can write to them",
-    recomputed="all, once; sync and async scheduling",
+    recomputed="all, once; in every mode of the scheduler",
 )
-def test_a_failed_load_is_computed_once(borrower: Desk, reason: ComputeReason) -> None:
+def test_a_failed_load_is_computed_once(borrower_of_any_mode: Desk, reason: ComputeReason) -> None:
+    """S7: while another request runs."""
+    borrower = borrower_of_any_mode
+    borrower.add("other", tokens(3 * BLOCK_TOKENS, seed=4), max_tokens=12)
+    borrower.step()
     request = borrower.add("next", PROMPT, kvlease={}, max_tokens=3)
     hit(borrower, request, strides=4)
     output = borrower.schedule()
     loads = Loads()
     loads.over("next", reason)
     borrower.finish(output, loads)
+    borrower.run(20)
+    assert request.num_output_tokens == 3
+    assert endings(borrower) == {reason.value: 1}
+    at_rest(borrower)
+
+
+@pytest.mark.parametrize(
+    "told", [{"conversation": "a b"}, {"tenant": 7}, {"ttl_ms": -1}, {"on_deadline": "?"}, 7], ids=str
+)
+def test_parameters_that_mean_nothing_are_counted_and_cost_the_request_nothing(borrower: Desk, told: Any) -> None:
+    request = borrower.add("next", PROMPT, params={"kvlease": told})
     borrower.run(10)
-    assert misses(borrower, reason) == 1
+    assert request.num_output_tokens == 1
+    assert endings(borrower) == {"invalid": 1}
     at_rest(borrower)
 
 

@@ -19,7 +19,8 @@ from kvlease.registry.metrics import BORROWER_MISSES, LENDER_NOT_LENT
 from kvlease.registry.values import common_strides
 
 from tests.engines.engine import BLOCK_TOKENS
-from tests.engines.inprocess import LENDER_PARAMS, Desk, DeskSettings, Loads, desk, hit, tokens
+from tests.engines.inprocess import Desk, DeskSettings, Loads, desk, tokens
+from tests.engines.inprocess_leases import LENDER_PARAMS, hit
 from tests.engines.test_inprocess_weights import Engine
 from tests.unit.test_adapters import until, write
 

@@ -21,7 +21,8 @@ from kvlease.registry.metrics import BORROWER_MISSES, LENDER_NOT_LENT
 
 from tests.engines.chat import strides
 from tests.engines.engine import BLOCK_TOKENS
-from tests.engines.inprocess import OUTPUT_TOKEN, Desk, DeskSettings, Loads, desk, found, publication, tokens
+from tests.engines.inprocess import OUTPUT_TOKEN, Desk, DeskSettings, Loads, desk, tokens
+from tests.engines.inprocess_leases import found, publication
 
 pytestmark = pytest.mark.engines
 
@@ -226,11 +227,12 @@ def test_another_salt_is_a_miss(pair: Pair, salts: tuple[str | None, str | None]
 def test_a_request_whose_prompt_is_to_be_computed_reads_and_lends_nothing(pair: Pair, kind: str) -> None:
     import torch
 
-    special: dict[str, Any] = {
+    kinds: dict[str, dict[str, Any]] = {
         "prompt_logprobs": {"sampling": {"prompt_logprobs": 0}},
         "no_cache": {"sampling": {"skip_reading_prefix_cache": True}},
         "embeddings": {"prompt_embeds": torch.zeros(300, 8)},
-    }[kind]
+    }
+    special = kinds[kind]
     pair.lend(tokens(300, seed=13))
     prompt = tokens(300, seed=13)
     assert pair.read(prompt, **special) == 0

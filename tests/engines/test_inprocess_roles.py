@@ -18,7 +18,8 @@ from kvlease.registry.values import EndReason
 
 from tests.engines.chat import STRIDE
 from tests.engines.engine import BLOCK_TOKENS
-from tests.engines.inprocess import OUTPUT_TOKEN, Desk, DeskSettings, desk, hit, tokens
+from tests.engines.inprocess import OUTPUT_TOKEN, Desk, DeskSettings, desk, tokens
+from tests.engines.inprocess_leases import hit
 
 pytestmark = pytest.mark.engines
 

@@ -17,7 +17,8 @@ from kvlease.connector.borrower import ComputeReason
 from kvlease.registry.metrics import BORROWER_MISSES, LENDER_ENDS, LENDER_NOT_LENT
 
 from tests.engines.engine import BLOCK_TOKENS
-from tests.engines.inprocess import LENDER_PARAMS, Desk, DeskSettings, Loads, desk, hit, tokens
+from tests.engines.inprocess import Desk, DeskSettings, Loads, desk, tokens
+from tests.engines.inprocess_leases import LENDER_PARAMS, hit
 
 pytestmark = pytest.mark.engines
 

@@ -36,6 +36,7 @@ from kvlease.connector.vllm_weights import WeightsWatch, plain
 from kvlease.registry.clock import Clock
 from kvlease.registry.telemetry import configure_tracing, serve_metrics
 from kvlease.registry.values import EndReason, LeaseId
+from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
         self._weights.arrived()
         if self._borrowing is None or not plain(request):
             return
-        params = self._params(request)
+        params = self._params(request, self._instruments.computed)
         if params is None or (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return
         adapter = self._weights.adapter(request)
@@ -304,7 +305,7 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             or (request.kv_transfer_params or {}).get("do_remote_decode")
         ):
             return
-        params = self._params(request)
+        params = self._params(request, self._instruments.not_lent)
         if params is None:
             return
         adapter = self._weights.adapter(request)
@@ -326,10 +327,12 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
             )
         )
 
-    def _params(self, request: Request) -> RequestParams | None:
+    def _params(self, request: Request, refused: Counter) -> RequestParams | None:
+        """None if there are none, or if they mean nothing: that is counted."""
         try:
             return request_params.parse(request.kv_transfer_params, self._settings.default_tenant)
         except ValueError as error:
+            refused.labels(ComputeReason.INVALID.value).inc()
             log.warning("kvlease: request %s has no usable kvlease parameters: %s", request.request_id, error)
             return None
 

@@ -20,7 +20,7 @@ from kvlease.registry.errors_grpc import abort
 from kvlease.v1 import registry_pb2 as pb
 from kvlease.v1.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
 
-LIMIT_S: Final = 10.0
+LIMIT_S: Final = 30.0
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 T = TypeVar("T")

@@ -136,7 +136,9 @@ async def _settle(parties: Fleet, probes: Probes, result: Result, *, limit_s: fl
         held = await parties.held()
         told = await probes.told()
         after_s = time.monotonic() - began_s
-        parties.note_deaths()
+        if await parties.note_deaths():  # one fault more, which has just ended
+            began_s = time.monotonic()
+            continue
         silent = [name for name in parties.lender_names if name not in held]
         unlike = [f"{name} is silent" for name in silent] + judge.differences(held, told)
         if unlike:

@@ -171,6 +171,7 @@ class Fleet:
         self.lender_news: Final = {name: LenderNews(name, judge, self.journal) for name in self.lender_names}
         self.borrower_news: Final = {name: BorrowerNews(name, judge) for name in self.borrower_names}
         self._questions = 0
+        self._ucx_aborts = 0
 
     @property
     def parties(self) -> dict[str, Party]:
@@ -332,11 +333,19 @@ class Fleet:
         for party in self.lenders.values():
             party.say(word)
 
-    def note_deaths(self) -> None:
-        """Processes that ended by themselves go to the judge."""
+    async def note_deaths(self) -> bool:
+        """Processes that ended by themselves go to the judge; whether one that UCX ended was started again."""
+        again = False
         for party in self.parties.values():
-            if party.died:
+            if party.ended_by_ucx:
+                self._ucx_aborts += 1
+                await party.start()
+                again = True
+            elif party.died:
                 self.judge.ended_by_itself(party.died)
+        if again:
+            await self.up()
+        return again
 
     def figures(self) -> dict[str, Any]:
         """What was done so far."""
@@ -352,6 +361,7 @@ class Fleet:
             "wrong": sum(news.total("wrong") for news in borrowers),
             "overlapped": sum(news.total("overlap") for news in borrowers),
             "late": sum(news.total("late") for news in borrowers),
+            "aborted_by_ucx": self._ucx_aborts,
             "computed": dict(sorted(reasons.items())),
         }
 

@@ -83,7 +83,7 @@ async def test_serving_goes_on_without_the_store_and_nothing_is_lost_by_it(tmp_p
         assert later.last["turns"] > turns, "a turn waits for the registry"
         assert later.reasons().get("registry_unavailable", 0), "it was answered after the bound"
         assert await agree(parties, probes) == before
-        parties.note_deaths()
+        await parties.note_deaths()
         assert not parties.judge.findings
 
 
@@ -105,7 +105,7 @@ async def test_a_step_of_wall_clocks_is_not_noticed(tmp_path: Path) -> None:
             assert all(left[x] - SOON_S * 2 < now_left[x] <= left[x] for x in left)
         right = parties.borrower_news["p0"].total("right")
         await soon(lambda: parties.borrower_news["p0"].total("right") > right, "turns are served")
-        parties.note_deaths()
+        await parties.note_deaths()
         assert not parties.judge.findings
 
 

@@ -251,6 +251,34 @@ def test_an_abort_at_each_instant_leaves_nothing(borrower: Desk, when: str, reas
         assert endings(borrower) == {"borrowed" if reason is None else reason.value: 1}
 
 
+@pytest.mark.parametrize("when", ["ordered", "reported"])
+def test_an_abort_beside_a_read_that_may_still_land_keeps_its_blocks_until_then(borrower: Desk, when: str) -> None:
+    """L2: the lender is gone in the middle of the READ, and so is the client."""
+    from vllm.v1.request import RequestStatus
+
+    request = borrower.add("next", PROMPT, kvlease={})
+    hit(borrower, request, strides=4)
+    output = borrower.schedule()
+    written = set(output.kv_connector_metadata.reqs_to_recv["next"].local_block_ids[0])
+    loads = Loads()
+    loads.over("next", ComputeReason.READ_TIMEOUT, late=True)
+    if when == "ordered":
+        borrower.scheduler.finish_requests("next", RequestStatus.FINISHED_ABORTED)
+    borrower.finish(output, loads)
+    if when == "reported":
+        borrower.scheduler.finish_requests("next", RequestStatus.FINISHED_ABORTED)
+    borrower.step()
+    assert borrower.free == borrower.pool.num_gpu_blocks - 1 - len(written)
+    handed = borrower.pool.get_new_blocks(borrower.free)
+    assert not written & {block.block_id for block in handed}
+    borrower.pool.free_blocks(handed)
+    landed = Loads()
+    landed.reports.landed_late.append(("next", 0))
+    borrower.step(landed)
+    at_rest(borrower)
+    assert endings(borrower) == {"read_timeout": 1}
+
+
 @pytest.mark.matrix(
     group="A borrow fails",
     condition="preempted after a good READ",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -73,6 +74,27 @@ async def test_an_illegal_conversation_header_is_refused() -> None:
         async with http.post(url(router), json=BODY, headers={"x-kvlease-conversation": "a-b"}) as answer:
             assert answer.status == 200
             assert answer.headers["x-kvlease-conversation"] == "a-b"
+
+
+async def test_a_large_body_goes_on_as_it_came_and_a_larger_one_is_refused_however_it_comes() -> None:
+    """A picture in a message; and a body that does not say how long it is."""
+    prefill, decode = Engine(), Engine()
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "x" * 3_000_000}}
+    body = {**BODY, "messages": [{"role": "user", "content": [picture]}]}
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b" " * 1_000_000
+
+    async with fleet([prefill], [decode], "--max-body-bytes", "4000000") as (router, http):
+        async with http.post(url(router), json=body) as answer:
+            assert answer.status == 200
+        for engine in (prefill, decode):
+            [call] = engine.calls
+            assert call.body["messages"] == body["messages"]
+        async with http.post(url(router), data=pieces()) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (413, "body_too_large")
+        assert len(prefill.calls) == 1
 
 
 async def test_a_large_header_is_no_error() -> None:

@@ -5,8 +5,10 @@ Guarantee: no more than one question per peer is open (the probe sees to that), 
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
-from kvlease.connector.probe import Peer
+from kvlease.connector.probe import MAX_PEERS, Peer
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     GET_META_MSG,
     NixlAgentMetadata,
@@ -16,6 +18,8 @@ from vllm.utils.network_utils import make_zmq_path
 from zmq import LINGER, REQ, ZMQError
 from zmq.asyncio import Context
 
+log = logging.getLogger(__name__)
+
 
 class VllmSideChannel:
     """Used on one event loop. `compatibility_hash` is this engine's own, once its workers have said it."""
@@ -23,6 +27,7 @@ class VllmSideChannel:
     def __init__(self) -> None:
         self.compatibility_hash: str | None = None
         self._context: Context | None = None
+        self._told: set[Peer] = set()
 
     async def answers_for(self, peer: Peer) -> bool:
         """Whether rank 0 of this engine answers there and fits ours; raises ValueError or OSError."""
@@ -40,12 +45,27 @@ class VllmSideChannel:
             socket.close()
         try:
             payload = msgspec.msgpack.decode(answer[0], type=NixlHandshakePayload)
+            if self.compatibility_hash is not None and payload.compatibility_hash != self.compatibility_hash:
+                self._tell_incompatible(peer)
+                return False
+            # Only now: of another version of vLLM it may have another form.
             metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata)
         except msgspec.MsgspecError as error:
             raise ValueError("the side channel's answer is of another version") from error
-        if self.compatibility_hash is not None and payload.compatibility_hash != self.compatibility_hash:
-            return False
         return str(metadata.engine_id) == peer.engine_id
+
+    def _tell_incompatible(self, peer: Peer) -> None:
+        """Once for each incarnation: no fingerprint covers what the two differ in, so somebody has to look for it."""
+        if peer in self._told:
+            return
+        if len(self._told) >= MAX_PEERS:
+            self._told.clear()
+        self._told.add(peer)
+        log.warning(
+            "kvlease: nothing is read from engine %s: NIXL calls the two engines incompatible (compatibility hash). "
+            "Give both the same versions of vLLM and NIXL, model path, attention backend and draft model",
+            peer.engine_id,
+        )
 
     async def close(self) -> None:
         if self._context is not None:

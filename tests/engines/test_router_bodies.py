@@ -7,6 +7,7 @@ started.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvlease.router.body import Endpoint, decode_body, encode, parse_turn, prefi
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.serving import BaseServing
 
 pytestmark = pytest.mark.engines
 
@@ -157,3 +159,9 @@ def test_engines_read_no_transfer_parameters_under_another_name() -> None:
                 assert (field.alias, field.validation_alias) == (None, None)
     with pytest.raises(ValidationError):
         read(Endpoint.CHAT, {**CHAT, "kv_transfer_params": "text"})
+
+
+def test_an_engine_takes_a_requests_id_from_the_header_before_the_body() -> None:
+    """So that an id which a client uses twice is the router's business alone."""
+    asked = SimpleNamespace(headers={"X-Request-Id": "the router's"})
+    assert BaseServing._base_request_id(asked, "the client's") == "the router's"

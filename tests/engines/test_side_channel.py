@@ -1,4 +1,7 @@
-"""The probe's side channel, against vLLM's own listener: who is there, and who is there and cannot be read from."""
+"""The probe's side channel, against vLLM's own listener: who is there, and who is there and cannot be read from.
+
+The payloads are made here, the protocol around them is vLLM's. No engine, no NIXL.
+"""
 
 from __future__ import annotations
 

@@ -202,6 +202,20 @@ async def test_authorization_is_forwarded_unless_switched_off() -> None:
         assert not any("Authorization" in call.request.headers for call in engine.calls)
 
 
+async def test_a_request_id_used_twice_is_two_requests_to_the_engines() -> None:
+    """Engines take the header for a request's id, before the body's: the router's own, each turn another."""
+    prefill, decode = Engine(), Engine()
+    headers = {"X-Request-Id": "mine"}
+    async with fleet([prefill], [decode], headers=headers) as (router, http):
+        for _ in range(2):
+            async with http.post(url(router), json={**BODY, "request_id": "mine"}) as answer:
+                assert answer.status == 200
+    told = [call.request.headers["X-Request-Id"] for call in prefill.calls]
+    assert told == [call.request.headers["X-Request-Id"] for call in decode.calls]
+    assert len({*told, "mine"}) == 3
+    assert {call.body["request_id"] for call in (*prefill.calls, *decode.calls)} == {"mine"}
+
+
 async def test_client_parameters_are_stripped_and_counted() -> None:
     engine = Engine()
     sent = {**BODY, "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[666]]}}

@@ -14,7 +14,7 @@ import pytest
 from kvlease.etcd import EtcdClient, NoSpace, prefix_end
 from kvlease.registry.clock import SystemClock
 from kvlease.registry.errors import InvalidRequest
-from kvlease.registry.etcd_batches import MAX_CHANGES, MIN_ALIAS_TTL_S
+from kvlease.registry.etcd_batches import MAX_CHANGES, MIN_SHARED_TTL_S
 from kvlease.registry.etcd_codec import Keys, decode_alias_put
 from kvlease.registry.store import Store
 from kvlease.registry.table_changes import AliasPut, EngineGone, LeasePut
@@ -137,7 +137,7 @@ async def test_whatever_times_callers_choose_for_names_etcd_has_few_leases(
     for kv in found:
         lease, wanted_s = leases[kv.lease], decode_alias_put(kv.value).ttl_ms / 1000
         assert lease is not None
-        assert wanted_s < lease.granted_ttl_s < 2 * wanted_s + 2 * MIN_ALIAS_TTL_S
+        assert wanted_s < lease.granted_ttl_s < 2 * wanted_s + 2 * MIN_SHARED_TTL_S
 
 
 async def test_a_full_etcd_is_named_in_the_log_and_works_again_once_there_is_room(

@@ -36,10 +36,10 @@ SLACK_S = 1.0
 
 
 @asynccontextmanager
-async def process(cluster: Cluster, prefix: bytes) -> AsyncIterator[RegistryProcess]:
+async def process(cluster: Cluster, prefix: bytes, endpoint: str = "") -> AsyncIterator[RegistryProcess]:
     store = "etcd://" + ",".join(cluster.endpoints)
     flags = ("--store", store, "--store-prefix", prefix.decode(), "--max-staleness-ms", str(STALE_MS))
-    async with registry_process("", *flags) as one:
+    async with registry_process(endpoint, *flags) as one:
         yield one
 
 

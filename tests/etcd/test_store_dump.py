@@ -10,6 +10,7 @@ import json
 import sys
 
 from kvlease.registry.clock import SystemClock
+from kvlease.registry.values import DEFAULT_TENANT, LeaseId
 
 from tests.etcd.cluster import Cluster
 from tests.etcd.test_replicas import lend, replica
@@ -41,6 +42,18 @@ async def test_leases_are_listed_without_a_registry(solo: Cluster, prefix: bytes
     code, out, _ = await kvlease("leases", "--from-store", store, "--store-prefix", prefix.decode(), "--engine", "d-2")
     assert code == 0
     assert "0 leases at revision" in out
+
+
+async def test_an_end_that_is_owed_is_no_lease_and_no_reason_to_complain(solo: Cluster, prefix: bytes) -> None:
+    async with replica(solo, prefix) as one:
+        async with holding(one.client, "d-1", SystemClock()) as lender:
+            await lend(lender, "first")
+            await lend(lender, "second")
+        assert await one.client.end_lease(DEFAULT_TENANT, LeaseId("first")) == 1
+    store = "etcd://" + ",".join(solo.endpoints)
+    code, out, err = await kvlease("leases", "--from-store", store, "--store-prefix", prefix.decode(), "--json")
+    assert (code, err) == (0, "")
+    assert [json.loads(line)["lease_id"] for line in out.splitlines()] == ["second"]
 
 
 async def test_faults_are_said_plainly(solo: Cluster) -> None:

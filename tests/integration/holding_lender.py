@@ -120,6 +120,9 @@ class HoldingLender:
         raise AssertionError(f"the registry refuses the session: {reason}, {message}")
 
     def on_result(self, result: PublishResult) -> None:
+        if result.status is PublishStatus.ENDED:  # somebody asked for that, and it was not heard
+            self._carry_out(self.holder.end(result.lease_id, EndReason.RELEASED))
+            return
         assert result.status is PublishStatus.PUBLISHED, f"{result.lease_id} was answered {result.status}"
         self.published.add(result.lease_id)
 

@@ -14,6 +14,8 @@ from kvlease.registry.store import MAX_BACKLOG, Followed, Store
 from kvlease.registry.table_changes import (
     AliasPut,
     Batch,
+    EndHeard,
+    EndOwed,
     EngineBeat,
     EngineGone,
     EnginePut,
@@ -76,6 +78,16 @@ def lease_put(name: str, owner: EnginePut, *, deadline_ms: int = 77_000) -> Leas
     return LeasePut(engine_id=owner.engine.engine_id, incarnation=owner.engine.incarnation, publication=publication)
 
 
+def end_owed(name: str, owner: EnginePut) -> EndOwed:
+    return EndOwed(
+        lease_id=LeaseId(name),
+        engine_id=owner.engine.engine_id,
+        incarnation=owner.engine.incarnation,
+        reason=EndReason.RELEASED,
+        ttl_ms=3_600_000,
+    )
+
+
 async def take_changes(followed: Followed, count: int) -> list[tuple[StoreChange, bool]]:
     """The next `count` changes, and whether they are our own."""
     seen: list[tuple[StoreChange, bool]] = []
@@ -132,6 +144,8 @@ class StoreConformance(ABC):
             RenewalAsked(lease_id=LeaseId("one"), ttl_ms=9_000),
             RenewalRefused(lease_id=LeaseId("one"), status=RenewStatus.AT_LIMIT, remaining_ms=-5),
             LeaseGone(lease_id=LeaseId("one"), reason=EndReason.SUPERSEDED),
+            end_owed("one", owner),
+            EndHeard(lease_id=LeaseId("one")),
             EngineGone(engine_id=EngineId("decode-9"), incarnation=owner.engine.incarnation),
         )
         async with self.replicas() as (mine, theirs), mine.follow() as followed:
@@ -163,6 +177,21 @@ class StoreConformance(ABC):
             async with mine.follow() as followed:
                 assert [x.put for x in followed.view.engines] == [mine_put]
                 assert followed.view.leases == ()
+
+    async def test_an_end_that_is_owed_is_found_until_it_is_confirmed(self) -> None:
+        owner = engine_put()
+        async with self.replicas() as (mine, theirs):
+            await theirs.commit((owner, lease_put("one", owner), lease_put("two", owner)))
+            async with mine.follow() as followed:
+                both = tuple(change for name in ("one", "two") for change in (end_owed(name, owner), *_gone(name)))
+                await theirs.commit(both)
+                assert {x for x, _ in await take_changes(followed, 4)} == set(both)
+            async with mine.follow() as followed:
+                assert set(followed.view.owed) == {end_owed("one", owner), end_owed("two", owner)}
+                assert followed.view.leases == ()
+            await mine.commit((EndHeard(lease_id=LeaseId("one")),))
+            async with theirs.follow() as followed:
+                assert followed.view.owed == (end_owed("two", owner),)
 
     async def test_an_engine_and_a_new_incarnation_in_one_commit(self) -> None:
         old, new = engine_put(run=1), engine_put(run=2)

@@ -18,6 +18,7 @@ from kvlease.registry.table_changes import (
     Batch,
     Changes,
     Draft,
+    EndOwed,
     LeaseGone,
     LeasePut,
     StoreChange,
@@ -138,6 +139,17 @@ class LoadCorrectsNothing(_Replicated):
             return ()
 
 
+class EndsForgotten(_Replicated):
+    """What lenders have yet to confirm is not read from the store: whoever knew of an end takes it along."""
+
+    name = "ends_forgotten"
+    shows = frozenset({Fault.UNDONE})
+
+    class rules(Replicas):  # noqa: N801
+        def _owe(self, draft: Draft, owed: EndOwed, now_ms: int, *, own: bool = False) -> Iterable[StoreChange]:
+            return ()
+
+
 class StaleAnswers(_Replicated):
     """A replica answers however long it has not heard of the store."""
 
@@ -182,6 +194,7 @@ REPLICA_BREAKS = (
     ExpiryDecides,
     OwnEchoIgnored,
     LoadCorrectsNothing,
+    EndsForgotten,
     StaleAnswers,
     BeatCountsWhenWritten,
     ReplacedForGood,

@@ -20,7 +20,15 @@ from tests.sim.simulation import Outcome, run_seed
 
 ENOUGH_SEEDS: Final = 200
 """From here on, a run must have seen the faults bite."""
-_OF_REPLICAS: Final = ("ends_acknowledged", "unavailable", "loads", "expiries", "restores", "twins")
+_OF_REPLICAS: Final = (
+    "ends_acknowledged",
+    "ends_outlived_replicas",
+    "unavailable",
+    "loads",
+    "expiries",
+    "restores",
+    "twins",
+)
 MUST_HAPPEN: Final = ("used", "refused", "overlap", "moved", "renewal_at_limit", *_OF_REPLICAS)
 _CHUNK: Final = 50
 

@@ -71,6 +71,7 @@ class Etcd:
         self.watchers: list[Watcher] = []
         self.expiries = 0
         self._leases: dict[LeaseId, _Lease] = {}
+        self._unkept: Final[set[LeaseId]] = set()
         self._saved: _Saved | None = None
 
     # -- keys -----------------------------------------------------------------------------------------------------
@@ -112,8 +113,10 @@ class Etcd:
         known.until_ms = self._world.now_ms + known.ttl_ms
         return True
 
-    def grant(self, lease: LeaseId, ttl_ms: int) -> None:
-        """A lease that is there already is kept alive instead."""
+    def grant(self, lease: LeaseId, ttl_ms: int, *, unkept: bool = False) -> None:
+        """A lease that is there already is kept alive instead. `unkept`: it runs out by itself, and not before."""
+        if unkept:
+            self._unkept.add(lease)
         if self.keep_alive(lease):
             return
         self._leases[lease] = _Lease(ttl_ms=ttl_ms, until_ms=self._world.now_ms + ttl_ms)
@@ -121,8 +124,8 @@ class Etcd:
 
     def expire_one(self) -> None:
         """Some lease runs out although somebody keeps it: a new leader lost count, or an operator revoked it."""
-        if self._leases:
-            self._expire(self._world.rng.choice(sorted(self._leases)))
+        if kept := self._leases.keys() - self._unkept:
+            self._expire(self._world.rng.choice(sorted(kept)))
 
     def _watch_lease(self, lease: LeaseId) -> None:
         known = self._leases[lease]

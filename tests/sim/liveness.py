@@ -7,10 +7,11 @@ Invariant: every wait has a limit in virtual time; what is not so by then is a v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvlease.registry.errors import RegistryUnavailable
+from kvlease.registry.etcd_codec import decode_end_owed
 from kvlease.registry.values import (
     ConversationId,
     EndOrder,
@@ -62,7 +63,7 @@ class Liveness:
         self._restart_in_turn()
         phases = [self._come_to_rest, self._agree, self._borrow_clean, self._renew_for_ever, self._drain]
         if self._plan.replicated:
-            phases.insert(3, self._end_anywhere)
+            phases[3:3] = [self._end_anywhere, self._end_and_forget]
         for phase in phases:
             if not self._judge.violations:
                 phase()
@@ -137,7 +138,8 @@ class Liveness:
             self._judge.found(Fault.STUCK, difference)
         if plan.replicated:
             held = [lease_id for lender in self._sim.lenders for lease_id in lender.lifetimes.held]
-            self._sim.promises.check_ends(self._sim.registries, held)
+            restored = self._sim.etcd.history > 0
+            self._sim.promises.check_ends(self._sim.registries, held, restored=restored)
 
     def _differences(self) -> list[str]:
         """What registries believe that is not so."""
@@ -211,6 +213,33 @@ class Liveness:
             replica.end(order, acknowledged.extend)
             self._world.run(self._world.now_ms + _ENDED_MS)
             self._judge.expect(acknowledged == [lease_id], Fault.UNDONE, f"{replica.name} does not end {lease_id}")
+            known = [x.name for x in self._sim.registries if lease_id in x.known(lender.engine_id)]
+            held = [*known, *([lender.name] if lease_id in lender.holder else [])]
+            self._judge.expect(not held, Fault.UNDONE, f"{lease_id}, ended at {replica.name}, is held by {held}")
+
+    def _end_and_forget(self) -> None:
+        """An end is acknowledged, and in that instant all replicas die: its lender hears of it from those that come."""
+        lender = self._clean_lender()
+        for place, replica in enumerate(self._sim.registries if lender is not None else ()):
+            assert lender is not None
+            lease_id = self._lend(lender, f"forgotten{place}", first_token=100 * place + 4_000)
+            if lease_id is None or lease_id not in replica.known(lender.engine_id):
+                continue  # no room for it, or not for long enough
+            order = EndOrder(tenant=_CLEAN, scope=EndScope.LEASE, target=lease_id, reason=EndReason.RELEASED)
+            acknowledged: list[LeaseId] = []
+
+            def die(leases: Sequence[LeaseId], acknowledged: list[LeaseId] = acknowledged) -> None:
+                acknowledged.extend(leases)
+                for registry in self._sim.registries:
+                    self._world.hardware(0, lambda registry=registry: self._sim.crash(registry))  # type: ignore[misc]
+
+            replica.end(order, die)
+            self._wait_for(lambda acknowledged=acknowledged: bool(acknowledged))  # type: ignore[misc]
+            self._judge.counts["ends_outlived_replicas"] += lease_id in lender.lifetimes.held
+            self._world.run(self._world.now_ms + 1)
+            self._wait_for(self._all_up, 1_000)
+            self._world.run(self._world.now_ms + _SESSIONS_BACK_MS)
+            self._agree()
             known = [x.name for x in self._sim.registries if lease_id in x.known(lender.engine_id)]
             held = [*known, *([lender.name] if lease_id in lender.holder else [])]
             self._judge.expect(not held, Fault.UNDONE, f"{lease_id}, ended at {replica.name}, is held by {held}")
@@ -294,5 +323,10 @@ class Liveness:
         self._judge.expect(not left, Fault.LEAK, f"registries believe in {left} leases of drained lenders")
         if self._plan.replicated:
             self._world.run(self._world.now_ms + LATE_MS + 2 * self._plan.engine_ttl_ms)
-            keys = [key for key in self._sim.etcd.kvs if key.startswith((KEYS.engines, KEYS.leases))]
+            kvs = self._sim.etcd.kvs
+            keys = [key for key in kvs if key.startswith((KEYS.engines, KEYS.leases))]
             self._judge.expect(not keys, Fault.LEAK, f"the store keeps {keys[:3]} of drained lenders")
+            drained = {lender.engine().incarnation for lender in self._sim.lenders}
+            owed = [decode_end_owed(kv.value) for key, kv in kvs.items() if key.startswith(KEYS.ends)]
+            names = [x.lease_id for x in owed if x.incarnation in drained]
+            self._judge.expect(not names, Fault.LEAK, f"the store owes the ends of {names[:3]} to drained lenders")

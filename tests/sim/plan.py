@@ -80,7 +80,8 @@ class Plan:
     """They share a store; if not, each has a memory of its own, and is told nothing of the others."""
     first_registry: int
     rolls: int
-    """Times in the safety phase that all registries are restarted, one after the other."""
+    """Times in the safety phase that all registries are restarted, one after the other; replicas the second time at
+    once."""
     conversations: int
     tenants: int
     turns: int

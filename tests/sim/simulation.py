@@ -146,10 +146,11 @@ class Simulation:
             world.hardware(self._instant(), lambda: self.crash(world.rng.choice(self.parties)))
         for _ in range(faults.line_breaks):
             world.hardware(self._instant(), lambda: self._break_line(world.rng.choice(self.connected)))
-        for _ in range(self.plan.rolls):
+        for roll in range(self.plan.rolls):
             start_ms = self._instant()
+            apart_ms = 0 if roll and self.plan.replicated else DOWN_MS
             for turn, registry in enumerate(self.registries):
-                world.hardware(start_ms + turn * DOWN_MS, lambda registry=registry: self.crash(registry))  # type: ignore[misc]
+                world.hardware(start_ms + turn * apart_ms, lambda registry=registry: self.crash(registry))  # type: ignore[misc]
         if self.plan.replicated:
             self._strike_store()
 

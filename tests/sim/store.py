@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from kvlease.etcd import Changes as EtcdChanges
 from kvlease.etcd import KeyValue, LeaseId, PutOp, Revision
-from kvlease.registry.etcd_batches import Owner, Parcel, own_batch_key, parcels
+from kvlease.registry.etcd_batches import MIN_SHARED_TTL_S, Owner, Parcel, own_batch_key, parcels
 from kvlease.registry.etcd_codec import Keys, encode_beats
 from kvlease.registry.etcd_reader import EtcdReader
 from kvlease.registry.table_changes import Batch, EngineBeat, EngineGone, EnginePut, StoreChange, StoredView
@@ -109,10 +109,7 @@ class StoreEnd:
         for engine_id, incarnation in parcel.hellos:
             self._engines.setdefault(engine_id, set()).add(incarnation)
         leases = {owner: self._lease_of(owner) for owner in parcel.owners}
-        ttls = {
-            lease: self._plan.engine_ttl_ms if owner.engine is not None else self._plan.replica_ttl_ms
-            for owner, lease in leases.items()
-        }
+        ttls = {lease: self._ttl_ms(owner) for owner, lease in leases.items()}
         operations = parcel.operations(leases, self._replica_lease)
         written = self._written
 
@@ -152,10 +149,17 @@ class StoreEnd:
         return _lease_id("replica", self._writer)
 
     def _lease_of(self, owner: Owner) -> LeaseId:
+        if owner.shared_ttl_s is not None:
+            return _lease_id("shared", self._writer, str(owner.shared_ttl_s))
         if owner.engine is None:
             return self._replica_lease
         engine_id, incarnation = owner.engine
         return _lease_id("engine", engine_id, incarnation.hex())
+
+    def _ttl_ms(self, owner: Owner) -> int:
+        if owner.shared_ttl_s is not None:
+            return 1_000 * owner.shared_ttl_s
+        return self._plan.engine_ttl_ms if owner.engine is not None else self._plan.replica_ttl_ms
 
     def _with_leases(self, ttls: dict[LeaseId, int], then: Action, failed: Action) -> None:
         missing = {lease: ttl_ms for lease, ttl_ms in ttls.items() if lease not in self._kept}
@@ -165,7 +169,7 @@ class StoreEnd:
 
         def grant() -> bool:
             for lease, ttl_ms in missing.items():
-                self._etcd.grant(lease, ttl_ms)
+                self._etcd.grant(lease, ttl_ms, unkept=ttl_ms >= 1_000 * MIN_SHARED_TTL_S)
             return True
 
         def granted(_: bool) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from kvlease.registry.table import LeaseTable
 from kvlease.registry.table_changes import (
     Batch,
+    EndHeard,
+    EndOwed,
     EngineGone,
     EnginePut,
     LeaseGone,
@@ -39,8 +41,9 @@ class Store:
     log: list[Entry] = field(default_factory=list)
     engines: dict[EngineId, tuple[int, EnginePut]] = field(default_factory=dict)
     leases: dict[LeaseId, LeasePut] = field(default_factory=dict)
-    saved: tuple[dict[EngineId, tuple[int, EnginePut]], dict[LeaseId, LeasePut]] = field(
-        default_factory=lambda: ({}, {})
+    owed: dict[LeaseId, EndOwed] = field(default_factory=dict)
+    saved: tuple[dict[EngineId, tuple[int, EnginePut]], dict[LeaseId, LeasePut], dict[LeaseId, EndOwed]] = field(
+        default_factory=lambda: ({}, {}, {})
     )
 
     def commit(self, writer: int, changes: tuple[StoreChange, ...]) -> None:
@@ -56,18 +59,22 @@ class Store:
                     self.leases[change.publication.lease_id] = change
                 case LeaseGone():
                     self.leases.pop(change.lease_id, None)
+                case EndOwed():
+                    self.owed[change.lease_id] = change
+                case EndHeard():
+                    self.owed.pop(change.lease_id, None)
                 case _:
                     pass
         self.log.append(Entry(writer, Batch(changes=changes)))
 
     def save(self) -> None:
         """Take a snapshot."""
-        self.saved = dict(self.engines), dict(self.leases)
+        self.saved = dict(self.engines), dict(self.leases), dict(self.owed)
 
     def restore(self) -> None:
         """Go back to the snapshot. Everybody has to load."""
-        engines, leases = self.saved
-        self.engines, self.leases = dict(engines), dict(leases)
+        engines, leases, owed = self.saved
+        self.engines, self.leases, self.owed = dict(engines), dict(leases), dict(owed)
 
     def expire(self, engine_id: EngineId) -> None:
         """The engine's keys go all at once, as on an etcd lease."""
@@ -92,7 +99,7 @@ class Store:
 
     def view(self, reader: int) -> StoredView:
         engines = tuple(StoredEngine(put=put, own=writer == reader) for writer, put in self.engines.values())
-        return StoredView(engines=engines, leases=tuple(self.leases.values()))
+        return StoredView(engines=engines, leases=tuple(self.leases.values()), owed=tuple(self.owed.values()))
 
 
 class Replica:

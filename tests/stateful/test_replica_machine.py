@@ -73,6 +73,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.runs = 0
         self.made = 0
         self.acknowledged: set[LeaseId] = set()
+        self.unstored: set[LeaseId] = set()
         self.ending: list[tuple[Replica, LeaseId, int]] = []
         self.lenders = [self.new_lender(i) for i in range(LENDERS)]
         for i in range(LENDERS):
@@ -230,6 +231,35 @@ class ReplicaMachine(RuleBasedStateMachine):
         view = self.store.view(at)
         self.done(replica, replica.table.replace(view, list(replica.queue), now_ms=self.now_ms))
 
+    @rule(number=WHICH_LENDER, text=TEXTS, at=WHICH_REPLICA, which=st.integers(0, 9))
+    def end_and_kill_all(self, number: int, text: str, at: int, which: int) -> None:
+        """Every replica dies in the instant in which one has stored an end, which nobody hears of."""
+        replica, home = self.replicas[at], self.lenders[number].at
+        if home is not None:  # that there be something to end
+            self.publish(number, text, None)
+            self.write(home, len(self.replicas[home].queue))
+        self.deliver(at, len(self.store.log))
+        leases, _ = replica.table.list_leases(ALL, limit=100, now_ms=self.now_ms)
+        if leases:
+            lease = leases[which % len(leases)]
+            order = EndOrder(tenant=TENANT, scope=EndScope.LEASE, target=lease.lease_id, reason=EndReason.RELEASED)
+            _, _, changes = replica.table.end(order, now_ms=self.now_ms)
+            replica.queue.extend(changes.stored)
+            self.write(at, len(replica.queue))
+            self.acknowledged.add(lease.lease_id)
+        self.kill_all()
+
+    @rule()
+    def kill_all(self) -> None:
+        """Every replica dies, with what it had yet to write; new ones know what is in the store and nothing else."""
+        for lender in self.lenders:
+            lender.at = None
+        self.replicas = [Replica(i, self.store, LIMITS) for i in range(REPLICAS)]
+        self.ending = []
+        self.acknowledged -= self.unstored  # known to replicas only, since the store lost its history
+        for at in range(REPLICAS):
+            self.load(at)
+
     @rule(number=WHICH_LENDER)
     def expire(self, number: int) -> None:
         self.store.expire(EngineId(f"d{number}"))
@@ -243,6 +273,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     def lose_history(self) -> None:
         """The store goes back to a snapshot, an empty one if none was taken: every replica has to load."""
         self.store.restore()
+        self.unstored = self.acknowledged - set(self.store.owed)
         for at in range(REPLICAS):
             self.load(at)
 
@@ -283,7 +314,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         for push in changes.ends:
             assert push.reason not in INFERRED, "a lender was told that it is lost"
             for lender in self.lenders:
-                if (lender.at, lender.session) == (replica.number, push.session) and push.lease_id in lender.held:
+                if (lender.at, lender.session) == (replica.number, push.session):
                     self.lender_ends(lender, push.lease_id, push.reason)
         for renewal in changes.renewals:
             for lender in self.lenders:
@@ -294,7 +325,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                     self.done(replica, answer)
 
     def lender_ends(self, lender: Lender, lease_id: LeaseId, reason: EndReason) -> None:
-        del lender.held[lease_id]
+        lender.held.pop(lease_id, None)
         lender.ended.add(lease_id)
         if lender.at is not None:
             replica = self.replicas[lender.at]
@@ -318,6 +349,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         held = {lease_id for x in self.lenders for lease_id in x.held}
         assert set(self.store.leases) == held, "the store"
         lenders = {x.engine.engine_id: x.engine.incarnation for x in self.lenders}
+        owed = [k for k, x in self.store.owed.items() if lenders[x.engine_id] == x.incarnation]
+        assert not owed, "ends that their lenders have confirmed"
         assert {k: put.engine.incarnation for k, (_, put) in self.store.engines.items()} == lenders
         for lender in self.lenders:
             for lease_id, publication in lender.held.items():

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from kvlease.etcd import Changes, Event, EventKind, KeyValue, PutOp, Revision
 from kvlease.etcd import LeaseId as EtcdLeaseId
-from kvlease.registry.etcd_batches import Owner, parcels
+from kvlease.registry.etcd_batches import MAX_CHANGES, Owner, parcels
 from kvlease.registry.etcd_codec import Keys
 from kvlease.registry.etcd_reader import EtcdReader
-from kvlease.registry.table_changes import Batch, EnginePut, LeaseGone, LeasePut, StoreChange
+from kvlease.registry.table_changes import (
+    Batch,
+    EndHeard,
+    EndOwed,
+    EnginePut,
+    LeaseGone,
+    LeasePut,
+    StoreChange,
+    StoredView,
+)
 from kvlease.registry.values import EndReason, LeaseId
 
 from tests.unit.table_story import Lender, Story
@@ -60,3 +69,66 @@ def test_the_leases_of_an_engine_come_after_it() -> None:
     lender = Story().lender("d0")
     put, engine = lease_put(lender, "l1"), EnginePut(engine=lender.engine, now_lender_ms=1)
     assert read(put, engine).changes == (engine, put)
+
+
+def owed(lender: Lender, lease_id: str, *, ttl_ms: int = 3_600_000) -> EndOwed:
+    engine = lender.engine
+    return EndOwed(
+        lease_id=LeaseId(lease_id),
+        engine_id=engine.engine_id,
+        incarnation=engine.incarnation,
+        reason=EndReason.RELEASED,
+        ttl_ms=ttl_ms,
+    )
+
+
+def gone(lease_id: str) -> LeaseGone:
+    return LeaseGone(lease_id=LeaseId(lease_id), reason=EndReason.RELEASED)
+
+
+def test_an_end_and_that_its_lender_has_yet_to_confirm_it_are_one_transaction() -> None:
+    lender = Story().lender("d0")
+    ends: list[StoreChange] = [gone("odd")]
+    for i in range(2 * MAX_CHANGES):
+        ends += [owed(lender, f"l{i}"), gone(f"l{i}")]
+    sent = list(parcels(KEYS, "writer", ends))
+    assert len(sent) > 2
+    for parcel in sent:
+        deleted = {KEYS.lease_of(key) for key in parcel.deletes} - {"odd"}
+        assert {KEYS.lease_of(key) for key in parcel.puts} == deleted
+        leases: dict[Owner, EtcdLeaseId] = dict.fromkeys(parcel.owners, LEASE)
+        assert len(parcel.operations(leases, LEASE)) <= MAX_CHANGES + 1
+
+
+def test_what_is_owed_is_read_before_the_end_and_goes_with_its_confirmation() -> None:
+    lender = Story().lender("d0")
+    told, heard = owed(lender, "l1"), EndHeard(lease_id=LeaseId("l1"))
+    assert read(told, gone("l1")).changes == (told, gone("l1"))
+    assert read(heard).changes == (heard,)
+    assert read(told, gone("l1"), heard).changes == (gone("l1"), heard)
+
+
+def test_what_is_owed_lives_by_itself_and_not_with_its_engine_or_replica() -> None:
+    (parcel,) = parcels(KEYS, "writer", (owed(Story().lender("d0"), "l1", ttl_ms=3_600_000), gone("l1")))
+    assert [owner for _, owner in parcel.puts.values()] == [Owner(shared_ttl_s=4_096)]
+    assert not parcel.hellos
+
+
+def test_keys_that_a_newer_release_adds_are_left_alone() -> None:
+    """As those of ends that are owed are by the release before."""
+    kv = KeyValue(
+        key=KEYS.prefix + b"later/l1",
+        value=b"\xff",
+        create_revision=Revision(2),
+        mod_revision=Revision(2),
+        version=1,
+        lease=LEASE,
+    )
+    reader = EtcdReader(KEYS, "reader")
+    reader.load([kv])
+    assert reader.view() == StoredView()
+    for kind in EventKind:
+        event = Event(kind=kind, kv=kv, previous=None)
+        batch = reader.batch(Changes(revision=Revision(2), events=(event,)))
+        assert batch is not None
+        assert not batch.changes

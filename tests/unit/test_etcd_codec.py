@@ -12,15 +12,17 @@ from kvlease.registry.etcd_codec import (
     Unreadable,
     decode_alias_put,
     decode_beats,
+    decode_end_owed,
     decode_engine_put,
     decode_lease_put,
     decode_notes,
     encode_alias_put,
+    encode_end_owed,
     encode_engine_put,
     encode_lease_put,
     encode_notes,
 )
-from kvlease.registry.table_changes import AliasPut, EngineGone, LeaseGone, RenewalAsked, RenewalRefused
+from kvlease.registry.table_changes import AliasPut, EndOwed, EngineGone, LeaseGone, RenewalAsked, RenewalRefused
 from kvlease.registry.values import Alias, ConversationId, EndReason, EngineId, LeaseId, RenewStatus, TenantId
 
 from tests.integration.store_conformance import engine_put, lease_put
@@ -37,6 +39,8 @@ LEASE = bytes.fromhex(
     "3031"
 )
 ALIAS = bytes.fromhex("08011201741a106161616161616161616161616161616122016328e0d403")
+END_OWED = bytes.fromhex("080112086465636f64652d301a100000000000000000000000000000000022070a036f6e6510022880dddb01")
+"""Added later: replicas that do not know of keys under ends/ leave them alone."""
 UNKNOWN_FIELD = b"\xa2\x06\x05later"
 """Field 100, a string."""
 ALIAS_PUT = AliasPut(tenant=TenantId("t"), alias=Alias(b"a" * 16), conversation=ConversationId("c"), ttl_ms=60_000)
@@ -46,6 +50,21 @@ def test_what_the_first_release_wrote_is_read() -> None:
     assert decode_engine_put(ENGINE) == (engine_put(), "one.1")
     assert decode_lease_put(LEASE) == lease_put("one", engine_put())
     assert decode_alias_put(ALIAS) == ALIAS_PUT
+
+
+def test_an_end_that_is_owed_is_read_and_written_as_ever() -> None:
+    owed = EndOwed(
+        lease_id=LeaseId("one"),
+        engine_id=EngineId("decode-0"),
+        incarnation=engine_put().engine.incarnation,
+        reason=EndReason.RELEASED,
+        ttl_ms=3_600_000,
+    )
+    assert encode_end_owed(owed) == END_OWED
+    assert decode_end_owed(END_OWED) == owed
+    assert decode_end_owed(END_OWED + UNKNOWN_FIELD) == owed
+    with pytest.raises(Unreadable, match="incarnation"):
+        decode_end_owed(END_OWED.replace(b"\x1a\x10" + bytes(16), b"\x1a\x0f" + bytes(15)))
 
 
 def test_what_is_written_the_first_release_could_read() -> None:
@@ -59,7 +78,10 @@ def test_fields_that_a_newer_release_adds_are_skipped() -> None:
     assert decode_lease_put(LEASE + UNKNOWN_FIELD) == lease_put("one", engine_put())
 
 
-@pytest.mark.parametrize("decode", [decode_engine_put, decode_lease_put, decode_alias_put, decode_notes, decode_beats])
+@pytest.mark.parametrize(
+    "decode",
+    [decode_engine_put, decode_lease_put, decode_alias_put, decode_end_owed, decode_notes, decode_beats],
+)
 @pytest.mark.parametrize("value", [b"", b"\x08\x02", b"\xff\xff", b"\x08\x00"])
 def test_what_cannot_be_used_says_so(decode: object, value: bytes) -> None:
     with pytest.raises(Unreadable):
@@ -88,5 +110,6 @@ def test_keys_say_what_they_are_of() -> None:
     assert key.startswith(b"/a/b/engines/")
     assert keys.engine_of(key) == (engine.engine_id, engine.incarnation)
     assert keys.lease_of(keys.lease(LeaseId("x/y"))) == "x/y"
+    assert keys.lease_of(keys.end(LeaseId("x/y"))) == "x/y"
     with pytest.raises(Unreadable):
         keys.engine_of(b"/a/b/engines/decode-0/not-hex")

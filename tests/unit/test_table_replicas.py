@@ -70,8 +70,8 @@ def test_an_end_at_a_copy_is_carried_out_and_written_again_by_its_home() -> None
     home, _, other = pair()
     other.end(EndScope.LEASE, FIRST)
     gone = LeaseGone(lease_id=FIRST, reason=EndReason.RELEASED)
-    assert other.last.stored == (gone,)
-    done = take(home, gone)
+    assert other.last.stored[-1] == gone
+    done = take(home, *other.last.stored)
     assert [push.lease_id for push in done.ends] == [FIRST]
     assert done.stored == (gone,)
 

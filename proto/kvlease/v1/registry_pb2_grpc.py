@@ -134,7 +134,8 @@ class RegistryServicer:
 
     def End(self, request, context):
         """Ends leases, for good: by lease, conversation, engine or tenant. Not resolvable from the moment of the
-        answer; the lender is told at once, breaks the seal and frees the blocks.
+        answer; the lender is told at once, breaks the seal and frees the blocks. Ends outlive registries on a
+        shared store; one with a memory only forgets those that its lenders have not heard when it dies.
         Idempotent: ending what is ended or unknown ends nothing and is OK.
         Retry: safe.
         """

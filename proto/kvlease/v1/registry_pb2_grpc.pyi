@@ -79,7 +79,8 @@ class RegistryStub:
     """
     End: _grpc.UnaryUnaryMultiCallable[_registry_pb2.EndRequest, _registry_pb2.EndResponse]
     """Ends leases, for good: by lease, conversation, engine or tenant. Not resolvable from the moment of the
-    answer; the lender is told at once, breaks the seal and frees the blocks.
+    answer; the lender is told at once, breaks the seal and frees the blocks. Ends outlive registries on a
+    shared store; one with a memory only forgets those that its lenders have not heard when it dies.
     Idempotent: ending what is ended or unknown ends nothing and is OK.
     Retry: safe.
     """
@@ -148,7 +149,8 @@ class RegistryAsyncStub(RegistryStub):
     """
     End: _aio.UnaryUnaryMultiCallable[_registry_pb2.EndRequest, _registry_pb2.EndResponse]  # type: ignore[assignment]
     """Ends leases, for good: by lease, conversation, engine or tenant. Not resolvable from the moment of the
-    answer; the lender is told at once, breaks the seal and frees the blocks.
+    answer; the lender is told at once, breaks the seal and frees the blocks. Ends outlive registries on a
+    shared store; one with a memory only forgets those that its lenders have not heard when it dies.
     Idempotent: ending what is ended or unknown ends nothing and is OK.
     Retry: safe.
     """
@@ -238,7 +240,8 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.EndResponse, _abc.Awaitable[_registry_pb2.EndResponse]]:
         """Ends leases, for good: by lease, conversation, engine or tenant. Not resolvable from the moment of the
-        answer; the lender is told at once, breaks the seal and frees the blocks.
+        answer; the lender is told at once, breaks the seal and frees the blocks. Ends outlive registries on a
+        shared store; one with a memory only forgets those that its lenders have not heard when it dies.
         Idempotent: ending what is ended or unknown ends nothing and is OK.
         Retry: safe.
         """

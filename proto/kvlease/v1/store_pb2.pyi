@@ -125,6 +125,43 @@ class StoredAlias(_message.Message):
 Global___StoredAlias: _TypeAlias = StoredAlias  # noqa: Y015
 
 @_typing.final
+class StoredOwedEnd(_message.Message):
+    """<prefix>ends/<lease_id>: an end that somebody asked for and that the lease's lender has yet to confirm. Written with the
+    deletion of the lease's key, on an etcd lease of about its ttl, and deleted when the lender has confirmed it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    engine_id: _builtins.str
+    incarnation: _builtins.bytes
+    """16 bytes"""
+    ttl_ms: _builtins.int
+    @_builtins.property
+    def ended(self) -> _registry_pb2.Ended: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
+        incarnation: _builtins.bytes = ...,
+        ended: _registry_pb2.Ended | None = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "engine_id", b"engine_id", "incarnation", b"incarnation", "ttl_ms", b"ttl_ms", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredOwedEnd: _TypeAlias = StoredOwedEnd  # noqa: Y015
+
+@_typing.final
 class StoredBatch(_message.Message):
     """<prefix>batches/<writer>: written in every transaction of a replica, so that its revision says whose it is. What a
     deletion cannot say is here, and messages between replicas. How often it was written makes transactions happen once.

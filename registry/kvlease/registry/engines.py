@@ -80,6 +80,7 @@ class EngineState:
         "suspect_told",
         "tallies",
         "total_blocks",
+        "unnamed",
         "valid_from",
         "void_reason",
     )
@@ -105,6 +106,8 @@ class EngineState:
         """Why withdrawn leases end."""
         self.presenting = False
         """Between a hello and the last part of its snapshot."""
+        self.unnamed: dict[LeaseId, None] = {}
+        """Meanwhile: leases whose end was owed at the hello and that the snapshot has not named so far."""
         self.departed = False
         self.elsewhere = False
         """Another replica is the engine's home: what is here is a copy."""

@@ -17,12 +17,15 @@ from kvlease.registry.etcd_codec import (
     Keys,
     Notes,
     encode_alias_put,
+    encode_end_owed,
     encode_engine_put,
     encode_lease_put,
     encode_notes,
 )
 from kvlease.registry.table_changes import (
     AliasPut,
+    EndHeard,
+    EndOwed,
     EngineGone,
     EnginePut,
     LeaseGone,
@@ -37,16 +40,16 @@ MAX_CHANGES: Final = 100
 """Of one transaction; etcd takes 128 operations unless it is told otherwise."""
 MAX_BYTES: Final = 1024 * 1024
 """Of one transaction's values; etcd takes 1.5 MiB unless it is told otherwise."""
-MIN_ALIAS_TTL_S: Final = 64
-"""Names live at least so long in etcd, and less than twice as long as was asked."""
+MIN_SHARED_TTL_S: Final = 64
+"""Names, and ends that are owed, live at least so long in etcd, and less than twice as long as was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """What a key's etcd lease is of: an incarnation, aliases of one ttl, or (neither) this replica."""
+    """What a key's etcd lease is of: an incarnation, what lives for one ttl, or (neither) this replica."""
 
     engine: tuple[EngineId, Incarnation] | None = None
-    alias_ttl_s: int | None = None
+    shared_ttl_s: int | None = None
 
 
 @dataclass(slots=True)
@@ -93,12 +96,16 @@ def parcels(keys: Keys, writer: str, changes: Sequence[StoreChange]) -> Iterator
 
 
 def _groups(writer: str, changes: Sequence[StoreChange]) -> Iterator[list[tuple[StoreChange, bytes]]]:
-    """Changes with their values. A superseded lease stays with what came before it, an engine with its predecessor."""
+    """Changes with their values.
+
+    A superseded lease stays with what came before it, an engine with its predecessor, what is owed with the end.
+    """
     group: list[tuple[StoreChange, bytes]] = []
     for change in changes:
         superseded = isinstance(change, LeaseGone) and change.reason is EndReason.SUPERSEDED
         successor = isinstance(change, EnginePut) and bool(group) and isinstance(group[-1][0], EngineGone)
-        together = (superseded or successor) and len(group) < MAX_CHANGES
+        owed = isinstance(change, LeaseGone) and bool(group) and isinstance(group[-1][0], EndOwed)
+        together = (superseded or successor or owed) and len(group) < MAX_CHANGES
         if group and not together:
             yield group
             group = []
@@ -115,6 +122,8 @@ def _value(writer: str, change: StoreChange) -> bytes:
             return encode_engine_put(change, writer)
         case AliasPut():
             return encode_alias_put(change)
+        case EndOwed():
+            return encode_end_owed(change)
         case _:
             return b""
 
@@ -129,19 +138,24 @@ def _parcel(keys: Keys, writer: str, packed: Sequence[tuple[StoreChange, bytes]]
         match change:
             case LeasePut():
                 leases_gone.pop(change.publication.lease_id, None)  # it is there after all
-                _put(parcel, keys.lease(change.publication.lease_id), value, (change.engine_id, change.incarnation))
+                owner = Owner(engine=(change.engine_id, change.incarnation))
+                _put(parcel, keys.lease(change.publication.lease_id), value, owner)
             case LeaseGone():
                 _delete(parcel, keys.lease(change.lease_id))
                 leases_gone[change.lease_id] = change
             case EnginePut():
                 name = change.engine.engine_id, change.engine.incarnation
-                _put(parcel, keys.engine(*name), value, name)
+                _put(parcel, keys.engine(*name), value, Owner(engine=name))
                 parcel.hellos.add(name)
             case EngineGone():
                 _delete(parcel, keys.engine(change.engine_id, change.incarnation))
                 engines_gone.append(change)
+            case EndOwed():
+                _put(parcel, keys.end(change.lease_id), value, Owner(shared_ttl_s=_shared_ttl_s(change.ttl_ms)))
+            case EndHeard():
+                _delete(parcel, keys.end(change.lease_id))
             case AliasPut():
-                owner = Owner(alias_ttl_s=_shared_ttl_s(change.ttl_ms))
+                owner = Owner(shared_ttl_s=_shared_ttl_s(change.ttl_ms))
                 parcel.puts[keys.alias(change.tenant, change.alias)] = value, owner
             case RenewalAsked():
                 asked.append(change)
@@ -158,12 +172,12 @@ def _parcel(keys: Keys, writer: str, packed: Sequence[tuple[StoreChange, bytes]]
 
 def _shared_ttl_s(ttl_ms: int) -> int:
     """The next power of two: callers choose how long names last, and each ttl costs etcd a lease a minute."""
-    return max(MIN_ALIAS_TTL_S, 1 << (-(-ttl_ms // 1000) - 1).bit_length())
+    return max(MIN_SHARED_TTL_S, 1 << (-(-ttl_ms // 1000) - 1).bit_length())
 
 
-def _put(parcel: Parcel, key: bytes, value: bytes, engine: tuple[EngineId, Incarnation]) -> None:
+def _put(parcel: Parcel, key: bytes, value: bytes, owner: Owner) -> None:
     parcel.deletes.pop(key, None)
-    parcel.puts[key] = value, Owner(engine=engine)
+    parcel.puts[key] = value, owner
 
 
 def _delete(parcel: Parcel, key: bytes) -> None:

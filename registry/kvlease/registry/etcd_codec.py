@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from kvlease.registry.errors import InvalidRequest
 from kvlease.registry.table_changes import (
     AliasPut,
+    EndOwed,
     EngineBeat,
     EngineGone,
     EnginePut,
@@ -48,7 +49,9 @@ from kvlease.v1 import store_pb2 as pb
 
 VERSION: Final = 1
 
-Stored = TypeVar("Stored", pb.StoredEngine, pb.StoredLease, pb.StoredAlias, pb.StoredBatch, pb.StoredBeats)
+Stored = TypeVar(
+    "Stored", pb.StoredEngine, pb.StoredLease, pb.StoredAlias, pb.StoredOwedEnd, pb.StoredBatch, pb.StoredBeats
+)
 
 
 class Unreadable(Exception):
@@ -74,6 +77,7 @@ class Keys:
         self.engines: Final = self.prefix + b"engines/"
         self.leases: Final = self.prefix + b"leases/"
         self.aliases: Final = self.prefix + b"aliases/"
+        self.ends: Final = self.prefix + b"ends/"
         self.batches: Final = self.prefix + b"batches/"
         self.beats: Final = self.prefix + b"beats/"
 
@@ -85,6 +89,9 @@ class Keys:
 
     def alias(self, tenant: TenantId, alias: Alias) -> bytes:
         return self.aliases + sha256(tenant.encode() + b"\0" + alias).hexdigest().encode()
+
+    def end(self, lease_id: LeaseId) -> bytes:
+        return self.ends + lease_id.encode()
 
     def batch(self, writer: str) -> bytes:
         return self.batches + writer.encode()
@@ -101,7 +108,9 @@ class Keys:
             raise Unreadable(f"{key!r} is not the key of an engine") from error
 
     def lease_of(self, key: bytes) -> LeaseId:
-        return LeaseId(key.removeprefix(self.leases).decode(errors="replace"))
+        """Of the key of a lease, or of its end."""
+        prefix = self.ends if key.startswith(self.ends) else self.leases
+        return LeaseId(key.removeprefix(prefix).decode(errors="replace"))
 
 
 def encode_engine_put(put: EnginePut, writer: str) -> bytes:
@@ -159,6 +168,33 @@ def decode_alias_put(value: bytes) -> AliasPut:
         conversation=ConversationId(message.conversation),
         ttl_ms=message.ttl_ms,
     )
+
+
+def encode_end_owed(owed: EndOwed) -> bytes:
+    message = pb.StoredOwedEnd(
+        version=VERSION,
+        engine_id=owed.engine_id,
+        incarnation=owed.incarnation,
+        ended=encode_ended(owed.lease_id, owed.reason),
+        ttl_ms=owed.ttl_ms,
+    )
+    return message.SerializeToString()
+
+
+def decode_end_owed(value: bytes) -> EndOwed:
+    """Raises Unreadable."""
+    message = _parsed(pb.StoredOwedEnd(), value)
+    try:
+        lease_id, reason = decode_ended(message.ended)
+        return EndOwed(
+            lease_id=lease_id,
+            engine_id=EngineId(check_id("engine_id", message.engine_id)),
+            incarnation=Incarnation(check_width("incarnation", message.incarnation, INCARNATION_BYTES)),
+            reason=reason,
+            ttl_ms=message.ttl_ms,
+        )
+    except InvalidRequest as error:
+        raise Unreadable(f"the end of a lease: {error.message}") from error
 
 
 def encode_notes(notes: Notes) -> bytes:

@@ -19,6 +19,7 @@ from kvlease.registry.etcd_codec import (
     Unreadable,
     decode_alias_put,
     decode_beats,
+    decode_end_owed,
     decode_engine_put,
     decode_lease_put,
     decode_notes,
@@ -26,6 +27,8 @@ from kvlease.registry.etcd_codec import (
 from kvlease.registry.table_changes import (
     AliasPut,
     Batch,
+    EndHeard,
+    EndOwed,
     EngineBeat,
     EngineGone,
     EnginePut,
@@ -53,6 +56,7 @@ class EtcdReader:
         self._writer: Final = writer
         self._engines: dict[EngineId, tuple[int, StoredEngine]] = {}
         self._leases: list[LeasePut] = []
+        self._owed: list[EndOwed] = []
         self._aliases: list[AliasPut] = []
         self._beats: list[EngineBeat] = []
         self._logged: set[bytes] = set()
@@ -69,6 +73,10 @@ class EtcdReader:
                 engine = self._read(kv, decode_engine_put)
                 if engine is not None:
                     self._newest(kv.mod_revision, *engine)
+            elif kv.key.startswith(keys.ends):
+                owed = self._read(kv, decode_end_owed)
+                if owed is not None:
+                    self._owed.append(owed)
             elif kv.key.startswith(keys.aliases):
                 alias = self._read(kv, decode_alias_put)
                 if alias is not None:
@@ -83,10 +91,11 @@ class EtcdReader:
         view = StoredView(
             engines=tuple(engine for _, engine in self._engines.values()),
             leases=tuple(self._leases),
+            owed=tuple(self._owed),
             aliases=tuple(self._aliases),
             beats=tuple(self._beats),
         )
-        self._engines, self._leases, self._aliases, self._beats = {}, [], [], []
+        self._engines, self._leases, self._owed, self._aliases, self._beats = {}, [], [], [], []
         return view
 
     def batch(self, item: WatchItem) -> Batch | None:
@@ -99,6 +108,7 @@ class EtcdReader:
         engines: list[StoreChange] = []
         puts: list[StoreChange] = []
         gone: list[StoreChange] = []
+        heard: list[StoreChange] = []
         for event in item.events:
             kv, put = event.kv, event.kind is EventKind.PUT
             if kv.key.startswith(keys.beats) and put:
@@ -117,12 +127,17 @@ class EtcdReader:
                     gone.extend(self._gone(kv))
                 elif (engine := self._read(kv, decode_engine_put)) is not None:
                     engines.append(engine[0])
+            elif kv.key.startswith(keys.ends):
+                if not put:
+                    heard.append(EndHeard(lease_id=keys.lease_of(kv.key)))
+                elif (owed := self._read(kv, decode_end_owed)) is not None:
+                    puts.append(owed)
             elif kv.key.startswith(keys.aliases) and put and (alias := self._read(kv, decode_alias_put)) is not None:
                 puts.append(alias)
         if writer is None:
-            return Batch(changes=(*engines, *puts, *gone), expired=True)
+            return Batch(changes=(*engines, *puts, *gone, *heard), expired=True)
         said: list[StoreChange] = [*notes.engines_gone, *engines, *puts, *notes.asked, *notes.refused]
-        return Batch(changes=(*said, *notes.leases_gone), own=writer == self._writer)
+        return Batch(changes=(*said, *notes.leases_gone, *heard), own=writer == self._writer)
 
     def _beat(self, kv: KeyValue) -> Batch | None:
         read = self._read(kv, decode_beats)

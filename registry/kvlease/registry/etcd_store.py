@@ -54,8 +54,9 @@ from kvlease.registry.values import EngineId, Incarnation
 
 REPLICA_TTL_S: Final = 30
 """After a replica is gone, its own keys go too."""
-ALIAS_SLACK_S: Final = 60
-"""Aliases that are named within so long of one another share an etcd lease; each lives up to so much longer."""
+SHARED_SLACK_S: Final = 60
+"""Aliases that are named within so long of one another share an etcd lease, and so do ends that lenders have yet to
+confirm; each lives up to so much longer."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class EtcdStore:
         self._kept: Final[set[EtcdLeaseId]] = set()
         self._engines: Final[dict[EngineId, set[Incarnation]]] = {}
         """Whose etcd leases are kept here: those that we are, or are about to become, the home of."""
-        self._aliases: Final[dict[int, tuple[EtcdLeaseId, float]]] = {}
+        self._shared: Final[dict[int, tuple[EtcdLeaseId, float]]] = {}
         self._written = 0
         """Transactions of this run: the version of its batch key."""
         self._unfinished: _Unfinished | None = None
@@ -134,7 +135,7 @@ class EtcdStore:
                 self._unfinished.go_on()
         except LeaseNotFound as error:
             self._kept.clear()  # some etcd lease is gone: all are looked at again when this is repeated
-            self._aliases.clear()
+            self._shared.clear()
             raise RegistryUnavailable("an etcd lease has expired") from error
         except EtcdError as error:
             raise RegistryUnavailable(f"etcd: {error.message}") from error
@@ -204,8 +205,8 @@ class EtcdStore:
             else:  # a late write: whoever is its home now keeps it
                 await self._have(lease_id, self._settings.engine_ttl_s)
             return lease_id
-        if owner.alias_ttl_s is not None:
-            return await self._alias_lease(owner.alias_ttl_s)
+        if owner.shared_ttl_s is not None:
+            return await self._shared_lease(owner.shared_ttl_s)
         await self._keep(self._replica_lease, REPLICA_TTL_S)
         return self._replica_lease
 
@@ -264,16 +265,16 @@ class EtcdStore:
         self._kept.discard(lost.lease_id)
         _log.info("etcd lease %x is %s: what hangs on it is written again", lost.lease_id, lost.end.value)
 
-    async def _alias_lease(self, ttl_s: int) -> EtcdLeaseId:
+    async def _shared_lease(self, ttl_s: int) -> EtcdLeaseId:
         now_s = asyncio.get_running_loop().time()
-        known = self._aliases.get(ttl_s)
+        known = self._shared.get(ttl_s)
         if known is not None and now_s < known[1]:
             return known[0]
-        for ttl, (_, until_s) in list(self._aliases.items()):
+        for ttl, (_, until_s) in list(self._shared.items()):
             if until_s <= now_s:
-                del self._aliases[ttl]
-        grant = await self._etcd.grant(ttl_s + ALIAS_SLACK_S)
-        self._aliases[ttl_s] = (grant.lease_id, now_s + ALIAS_SLACK_S)
+                del self._shared[ttl]
+        grant = await self._etcd.grant(ttl_s + SHARED_SLACK_S)
+        self._shared[ttl_s] = (grant.lease_id, now_s + SHARED_SLACK_S)
         return grant.lease_id
 
     # --- reading

@@ -18,6 +18,8 @@ from kvlease.registry.errors import Compacted
 from kvlease.registry.table_changes import (
     AliasPut,
     Batch,
+    EndHeard,
+    EndOwed,
     EngineBeat,
     EngineGone,
     EnginePut,
@@ -54,7 +56,8 @@ class Store(Protocol):
     async def commit(self, changes: Sequence[StoreChange]) -> None:
         """Keep `changes`, in order. Raises RegistryUnavailable if they are not known to be kept; then repeat.
 
-        A lease and those that it supersedes are kept in one piece; all of `changes` are, where the store can.
+        A lease and those that it supersedes are kept in one piece, and so is an end with that it is owed; all of
+        `changes` are, where the store can.
         """
         ...
 
@@ -80,6 +83,7 @@ class MemoryHub:
         self.watches: Final[list[_Watch]] = []
         self.engines: Final[dict[EngineId, tuple[MemoryStore, EnginePut]]] = {}
         self.leases: Final[dict[LeaseId, LeasePut]] = {}
+        self.owed: Final[dict[LeaseId, EndOwed]] = {}
         self.aliases: Final[dict[tuple[TenantId, Alias], AliasPut]] = {}
         self.beats: Final[dict[MemoryStore, tuple[EngineBeat, ...]]] = {}
 
@@ -89,6 +93,10 @@ class MemoryHub:
                 self.leases[change.publication.lease_id] = change
             case LeaseGone():
                 self.leases.pop(change.lease_id, None)
+            case EndOwed():
+                self.owed[change.lease_id] = change
+            case EndHeard():
+                self.owed.pop(change.lease_id, None)
             case EnginePut():
                 self.engines[change.engine.engine_id] = (writer, change)
             case EngineGone():
@@ -104,6 +112,7 @@ class MemoryHub:
         return StoredView(
             engines=tuple(StoredEngine(put=put, own=writer is reader) for writer, put in self.engines.values()),
             leases=tuple(self.leases.values()),
+            owed=tuple(self.owed.values()),
             aliases=tuple(self.aliases.values()),
             beats=tuple(beat for beats in self.beats.values() for beat in beats),
         )

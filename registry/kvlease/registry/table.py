@@ -34,7 +34,7 @@ from kvlease.registry.table_changes import (
     StoredView,
 )
 from kvlease.registry.table_leases import HeldLease, Tally
-from kvlease.registry.table_ledger import Ledger
+from kvlease.registry.table_ledger import INFERRED, Ledger
 from kvlease.registry.table_limits import TICK_WORK, TableLimits
 from kvlease.registry.table_replicas import Replicas
 from kvlease.registry.table_roster import Roster
@@ -98,6 +98,7 @@ class LeaseTable:
         draft = Draft()
         session, state = self._roster.open(draft, engine, now_lender_ms=now_lender_ms, now_ms=now_ms)
         state.hear(now_lender_ms, now_ms)
+        state.unnamed = dict.fromkeys(self._ledger.owed.of(engine.engine_id, engine.incarnation))
         return session, draft.done()
 
     def receive(self, session: SessionId, seq: int) -> None:
@@ -120,14 +121,19 @@ class LeaseTable:
     ) -> tuple[list[PublishResult], Changes]:
         """Leases the lender still holds. They count at once; with `last`, those it did not present are withdrawn.
 
-        Their end reads LENDER_LOST: the lender let them go while it was out of sight. Raises as `receive`.
+        Their end reads LENDER_LOST: the lender let them go while it was out of sight. Those whose end it has not
+        heard of are refused, and it is told again. Raises as `receive`.
         """
         state = self._roster.state(session)
         if not state.presenting:
             raise InvalidRequest("a snapshot comes once, right after the hello", field="snapshot")
         results, draft = self._publish(state, publications, now_ms, presented=True)
+        for publication in publications:
+            state.unnamed.pop(publication.lease_id, None)
         if last:
             state.presenting = False
+            self._confirmed(state, state.unnamed)
+            state.unnamed = {}
             self._roster.withdraw(state, EndReason.LENDER_LOST, keep_current=True)
         return results, draft.done()
 
@@ -146,6 +152,7 @@ class LeaseTable:
         """The lender ended these. Another lender's leases are left alone. Raises as `receive`."""
         state = self._roster.state(session)
         draft = Draft()
+        self._confirmed(state, (lease_id for lease_id, _ in leases))
         for lease_id, reason in leases:
             lease = self._ledger.index.by_id.get(lease_id)
             if lease is None:  # its publish may still be on the way, by another path
@@ -180,7 +187,9 @@ class LeaseTable:
     def goodbye(self, session: SessionId) -> Changes:
         """The lender leaves in good order: its leases end as DRAINED and it is forgotten. Raises as `receive`."""
         draft = Draft()
-        self._roster.depart(draft, self._roster.state(session), EndReason.DRAINED, None)
+        state = self._roster.state(session)
+        self._confirmed(state, self._ledger.owed.of(state.engine.engine_id, state.engine.incarnation))
+        self._roster.depart(draft, state, EndReason.DRAINED, None)
         return draft.done()
 
     def disconnect(self, session: SessionId) -> None:
@@ -216,11 +225,17 @@ class LeaseTable:
         """End at most `limit` of the leases named: how many, whether there may be more, and the changes.
 
         An order for many leases is repeated until there are no more, so that resolves are answered in between.
+        What somebody asks for is never a conclusion: an order that gives such a reason releases.
         """
         draft = Draft()
         found = self._aimed_at(order, limit)
+        reason = EndReason.RELEASED if order.reason in INFERRED else order.reason
         for lease in found:
-            self._ledger.end(draft, lease, self._ledger.end_due(lease, now_ms) or order.reason, now_ms)
+            due = self._ledger.end_due(lease, now_ms)
+            if due is not None:
+                self._ledger.end(draft, lease, due, now_ms)
+            else:
+                self._ledger.end_as_asked(draft, lease, reason, now_ms)
         return len(found), len(found) == limit, draft.done()
 
     def name_conversation(
@@ -311,15 +326,23 @@ class LeaseTable:
         ledger.renewals.check()
         roster.check()
         self._aliases.check()
+        ledger.owed.check()
         assert len(ledger.ended) <= self.limits.max_remembered_ends, "remembered ends"
         for lease_id, lease in ledger.index.by_id.items():
             state = lease.holder
             assert lease_id not in ledger.ended, f"{lease_id} is held and ended"
+            assert ledger.owed.get(lease_id) is None, f"{lease_id} is held and its end is owed"
             assert id(state) in roster.sweeps or roster.engines.get(state.engine.engine_id) is state, lease_id
         states = {**roster.sweeps, **{id(x): x for x in roster.engines.values()}}
         assert sum(len(x.leases) for x in states.values()) == len(ledger.index), "leases of engines"
         for lease_id in ledger.renewals:
             assert lease_id in ledger.index.by_id, f"renewal of {lease_id}, which is not held"
+
+    def _confirmed(self, state: EngineState, lease_ids: Iterable[LeaseId]) -> None:
+        """A lender says that it does not hold these; the next ticks tell the store, some at a time."""
+        engine = state.engine
+        for lease_id in lease_ids:
+            self._ledger.owed.confirmed(lease_id, engine.engine_id, engine.incarnation)
 
     def _publish(
         self, state: EngineState, publications: Sequence[Publication], now_ms: int, *, presented: bool

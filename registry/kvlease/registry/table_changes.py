@@ -83,7 +83,28 @@ class RenewalRefused:
     remaining_ms: int
 
 
-StoreChange = LeasePut | LeaseGone | EnginePut | EngineGone | AliasPut | RenewalAsked | RenewalRefused
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOwed:
+    """Somebody asked for this lease's end, and its lender has yet to confirm it. The `LeaseGone` comes next."""
+
+    lease_id: LeaseId
+    engine_id: EngineId
+    incarnation: Incarnation
+    reason: EndReason
+    ttl_ms: int
+    """How long the store is to remember it, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndHeard:
+    """The lender does not hold this lease any more; or the store has remembered its end for long enough."""
+
+    lease_id: LeaseId
+
+
+StoreChange = (
+    LeasePut | LeaseGone | EndOwed | EndHeard | EnginePut | EngineGone | AliasPut | RenewalAsked | RenewalRefused
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +135,7 @@ class StoredView:
 
     engines: tuple[StoredEngine, ...] = ()
     leases: tuple[LeasePut, ...] = ()
+    owed: tuple[EndOwed, ...] = ()
     aliases: tuple[AliasPut, ...] = ()
     """As they were named: whoever loads them remembers them for longer than was asked, which harms nobody."""
     beats: tuple[EngineBeat, ...] = ()

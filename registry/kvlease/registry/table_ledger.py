@@ -15,7 +15,7 @@ from typing import Final
 
 from kvlease.registry.engines import EngineState
 from kvlease.registry.errors import InvalidRequest
-from kvlease.registry.table_changes import Draft, EndPush, LeaseGone, LeasePut
+from kvlease.registry.table_changes import Draft, EndOwed, EndPush, LeaseGone, LeasePut
 from kvlease.registry.table_ended import EndedLeases
 from kvlease.registry.table_leases import (
     HeldLease,
@@ -26,11 +26,13 @@ from kvlease.registry.table_leases import (
     validate_publication,
 )
 from kvlease.registry.table_limits import TableLimits
+from kvlease.registry.table_owed import OwedEnds
 from kvlease.registry.table_renewals import Renewals
 from kvlease.registry.values import (
     EndReason,
     LeaseEvent,
     LeaseEventType,
+    LeaseId,
     LeaseState,
     LeaseView,
     OnDeadline,
@@ -52,6 +54,7 @@ class Ledger:
         self.limits: Final = limits
         self.index: Final = LeaseIndex()
         self.ended: Final = EndedLeases(limit=limits.max_remembered_ends)
+        self.owed: Final = OwedEnds(limit=limits.max_owed_ends)
         self.renewals: Final = Renewals(wait_ms=limits.renewal_wait_ms)
         self.revision = revision
 
@@ -63,6 +66,12 @@ class Ledger:
         if lease.ends_at_deadline and holder.remaining_ms(lease, now_ms) <= 0:
             return EndReason.EXPIRED
         return None
+
+    def over(self, lease_id: LeaseId) -> EndReason | None:
+        """Why the lease is over for good: somebody asked for its end, or its lender said so. None: it may be held."""
+        owed = self.owed.get(lease_id)
+        reason = owed.reason if owed is not None else self.ended.reason(lease_id)
+        return None if reason in INFERRED else reason
 
     def state(self, lease: HeldLease, now_ms: int) -> LeaseState:
         """LIVE or LAPSED as of now, also between a deadline and the tick that records it."""
@@ -119,6 +128,10 @@ class Ledger:
             if presented:
                 self._present(draft, known, publication, now_ms)
             return PublishResult(lease_id=lease_id, status=PublishStatus.PUBLISHED)
+        owed = self.owed.get(lease_id)
+        if owed is not None:  # it has not heard of the end; as a refusal alone it would never confirm it
+            self._push(draft, holder, lease_id, owed.reason)
+            return PublishResult(lease_id=lease_id, status=PublishStatus.ENDED, message=owed.reason.value)
         ended = self.ended.reason(lease_id)
         if ended is not None and not (presented and ended in INFERRED):
             return PublishResult(lease_id=lease_id, status=PublishStatus.ENDED, message=ended.value)
@@ -196,10 +209,32 @@ class Ledger:
         if store:
             draft.stored.append(LeaseGone(lease_id=lease_id, reason=reason))
         self.note(draft, LeaseEventType.ENDED, lease, now_ms, reason)
-        session = lease.holder.session
-        if push and session is not None:
-            draft.ends.append(EndPush(session=session, lease_id=lease_id, reason=reason))
+        if push:
+            self._push(draft, lease.holder, lease_id, reason)
         self.renewals.settle(draft, lease_id, RenewStatus.ENDED, 0)
+
+    def end_as_asked(self, draft: Draft, lease: HeldLease, reason: EndReason, now_ms: int) -> None:
+        """As `end`, for good from the moment it is stored: until the lender confirms it, the store knows of it."""
+        engine, limits = lease.holder.engine, self.limits
+        left_ms = lease.holder.remaining_ms(lease, now_ms) + limits.suspect_after_ms
+        owed = EndOwed(
+            lease_id=lease.publication.lease_id,
+            engine_id=engine.engine_id,
+            incarnation=engine.incarnation,
+            reason=reason,
+            ttl_ms=min(max(left_ms, limits.owed_end_ttl_ms), limits.max_owed_end_ttl_ms),
+        )
+        draft.stored.append(owed)
+        self.end(draft, lease, reason, now_ms)
+        self.owed.add(owed)
+
+    def ask_confirmation(self, draft: Draft, holder: EngineState, owed: EndOwed) -> None:
+        """Tell the lender of an end that it may have reported already; it answers in any case."""
+        self._push(draft, holder, owed.lease_id, owed.reason)
+
+    def _push(self, draft: Draft, holder: EngineState, lease_id: LeaseId, reason: EndReason) -> None:
+        if holder.session is not None:
+            draft.ends.append(EndPush(session=holder.session, lease_id=lease_id, reason=reason))
 
     def _present(self, draft: Draft, lease: HeldLease, publication: Publication, now_ms: int) -> None:
         lapsed = has_lapsed(publication)

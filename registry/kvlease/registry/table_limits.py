@@ -54,6 +54,12 @@ class TableLimits:
     max_alias_ttl_ms: int = 86_400_000
     max_remembered_ends: int = 131_072
     """Ended lease ids kept so that a late publish or resolve is told why. The oldest goes first."""
+    max_owed_ends: int = 131_072
+    """Ends that lenders have yet to confirm: milliseconds for each that is connected. The oldest goes first."""
+    owed_end_ttl_ms: int = 3_600_000
+    """How long a shared store remembers an end for a lender that is not heard, at least: an elastic lease's longest
+    lifetime. Longer if the lease has more time left."""
+    max_owed_end_ttl_ms: int = 86_400_000
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the field, if a limit makes no sense."""

@@ -20,6 +20,8 @@ from kvlease.registry.table_changes import (
     Batch,
     Changes,
     Draft,
+    EndHeard,
+    EndOwed,
     EngineBeat,
     EngineGone,
     EnginePut,
@@ -63,6 +65,10 @@ class Replicas:
                     corrections.extend(self._confirm_lease(draft, change, now_ms))
                 elif isinstance(change, LeaseGone):
                     self._confirm_lease_gone(draft, change, now_ms)
+                elif isinstance(change, EndOwed):
+                    corrections.extend(self._owe(draft, change, now_ms, own=True))
+                elif isinstance(change, EndHeard):
+                    self._ledger.owed.drop(change.lease_id)
             draft.stored = corrections
             return draft.done()
         followed = {x.engine.engine_id for x in batch.changes if isinstance(x, EnginePut)}
@@ -90,6 +96,7 @@ class Replicas:
         not taken in here, but come as batches next, as many at a time as the caller likes.
         """
         draft = Draft()
+        pending = tuple(pending)
         self._recount(pending, {x.put.engine.engine_id: x.put for x in view.engines if x.own})
         corrections: list[StoreChange] = []
         stored: dict[LeaseId, LeasePut] = {x.publication.lease_id: x for x in view.leases}
@@ -111,6 +118,11 @@ class Replicas:
                 self._roster.depart(draft, state, EndReason.LENDER_LOST, None)
             else:
                 corrections.append(_again(state))
+        written = {x.lease_id for x in (*view.owed, *pending) if isinstance(x, EndOwed)}
+        for lease_id in [x for x in self._ledger.owed if x not in written]:
+            self._ledger.owed.drop(lease_id)  # the lender has confirmed it elsewhere meanwhile
+        for owed in view.owed:  # before our own leases are written again
+            corrections.extend(self._owe(draft, owed, now_ms))
         for lease in list(self._ledger.index.by_id.values()):
             lease_id = lease.publication.lease_id
             put = stored.get(lease_id)
@@ -140,6 +152,10 @@ class Replicas:
                 return self._take_in(draft, change, now_ms)
             case LeaseGone():
                 return self._let_go(draft, change, now_ms, expired=expired)
+            case EndOwed():
+                return self._owe(draft, change, now_ms)
+            case EndHeard():
+                self._ledger.owed.drop(change.lease_id)
             case AliasPut():
                 self._name(change, now_ms)
             case RenewalAsked():
@@ -272,12 +288,12 @@ class Replicas:
             if state.awaited_ms is not None:
                 state.strays = (*state.strays, lease_id)
                 return ()
-            reason = self._ledger.ended.reason(lease_id) or EndReason.LENDER_LOST
+            reason = self._ledger.over(lease_id) or self._ledger.ended.reason(lease_id) or EndReason.LENDER_LOST
             return (LeaseGone(lease_id=lease_id, reason=reason),)
         if lease is not None and lease.holder is not state:
             return ()  # two lenders under one id: the first one stays, as at a publish
-        ended = self._ledger.ended.reason(lease_id)
-        if lease is None and ended is not None and ended not in INFERRED:
+        ended = self._ledger.over(lease_id)
+        if lease is None and ended is not None:
             return (LeaseGone(lease_id=lease_id, reason=ended),)  # its home has yet to hear of it, or never will
         self._ledger.copy(draft, publication, state, now_ms)
         return ()
@@ -298,6 +314,22 @@ class Replicas:
             return (self._ledger.put(lease),)  # neither the store's clock decides, nor what others conclude
         self._ledger.end(draft, lease, gone.reason, now_ms)
         return (gone,)  # again, after whatever we may have written of this lease meanwhile
+
+    def _owe(self, draft: Draft, owed: EndOwed, now_ms: int, *, own: bool = False) -> Iterable[StoreChange]:
+        """An end that the lender has yet to confirm. Its home tells it; what the lender answers clears it away.
+
+        The lender may have ended the lease already, and said so before this was known here: then it is asked, too.
+        """
+        lease_id, held = owed.lease_id, self._ledger.index.by_id
+        gone = LeaseGone(lease_id=lease_id, reason=owed.reason)
+        state = self._roster.engines.get(owed.engine_id)
+        told_already = lease_id not in held
+        corrections = self._let_go(draft, gone, now_ms, expired=False)
+        if lease_id not in held:
+            self._ledger.owed.add(owed)
+        if told_already and not own and state is not None and state.engine.incarnation == owed.incarnation:
+            self._ledger.ask_confirmation(draft, state, owed)
+        return corrections
 
     def _name(self, put: AliasPut, now_ms: int) -> None:
         try:

@@ -30,7 +30,7 @@ class TableTime:
 
     def next_wake_ms(self) -> int | None:
         """When there will be something to do, on our clock. Not later than the last tick means at once; None: never."""
-        if self._roster.sweeps:
+        if self._roster.sweeps or self._ledger.owed.to_tell:
             return self._ticked_ms
         wakes: list[int] = []
         for state in self._roster.engines.values():
@@ -50,11 +50,12 @@ class TableTime:
         return min(wakes, default=None)
 
     def tick(self, now_ms: int) -> Changes:
-        """Do what is due, in order: silence, renewals, withdrawn leases, deadlines, aliases."""
+        """Do what is due, in order: silence, renewals, confirmed ends, withdrawn leases, deadlines, aliases."""
         self._ticked_ms = now_ms
         draft = Draft()
         self._look_for_silence(draft, now_ms)
         self._ledger.renewals.give_up(draft, now_ms)
+        draft.stored.extend(self._ledger.owed.take_heard(TICK_WORK))
         work = self._sweep(draft, TICK_WORK, now_ms)
         for state in self._roster.engines.values():
             if work > 0:

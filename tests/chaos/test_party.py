@@ -1,4 +1,7 @@
-"""What is made of a process of a chaos run that ends by itself."""
+"""What is made of a process of a chaos run that ends by itself.
+
+No fleet: the process is a few lines of Python that end as a test wants.
+"""
 
 from __future__ import annotations
 

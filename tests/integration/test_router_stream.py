@@ -284,7 +284,8 @@ async def test_a_body_that_does_not_arrive_is_refused() -> None:
 
 async def test_an_unmodified_openai_client_streams() -> None:
     prefill, decode = Engine(), Engine()
-    async with prefill.serve(), decode.serve(), routing([prefill], [decode]) as router:
+    patient = ("--health-timeout-ms", "60000", "--connect-timeout-ms", "60000")  # the client is slow to load
+    async with prefill.serve(), decode.serve(), routing([prefill], [decode], *patient) as router:
         client = openai.AsyncOpenAI(base_url=url(router, "/v1"), api_key="secret", max_retries=0)
         async with client:
             messages: Any = [{"role": "user", "content": "hi"}]

@@ -1,4 +1,4 @@
-"""How a run of the tests ends: once everything is reported, at once.
+"""How a run of the tests ends: once everything is reported, at once. And how long an example may take: as it takes.
 
 In this process are torch, several of vLLM's schedulers and NIXL's agents with their progress threads. Their libraries
 were seen to crash the interpreter while it took itself apart (once in some thirty runs), after the last result had
@@ -11,6 +11,10 @@ import os
 import sys
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("kvlease", deadline=None)  # a busy machine is no defect; tests have time limits of their own
+settings.load_profile("kvlease")
 
 _status = pytest.StashKey[int]()
 

@@ -69,10 +69,9 @@ class Termination:
             self._earlier(number, frame)
 
     def _wait(self) -> None:
-        if not self._told.get():
-            return
         try:
-            self._elsewhere()
+            if self._told.get():
+                self._elsewhere()
         except Exception:  # the thread's outermost frame
             log.exception("kvlease: leases could not be ended at once; the engine's next step ends them")
         finally:

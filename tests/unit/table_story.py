@@ -9,7 +9,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from kvlease.registry.table import LeaseTable
-from kvlease.registry.table_changes import Changes, SessionId
+from kvlease.registry.table_changes import Changes, EndOwed, SessionId
 from kvlease.registry.table_limits import TableLimits
 from kvlease.registry.values import (
     DIGEST_BYTES,
@@ -212,3 +212,15 @@ class Lender:
 
 def with_deadline(lease: Publication, deadline_ms: int) -> Publication:
     return replace(lease, deadline_ms=deadline_ms)
+
+
+def owed_to(lender: Lender, lease_id: str, *, ttl_ms: int = TableLimits().owed_end_ttl_ms) -> EndOwed:
+    """An end that somebody asked for and that this lender has yet to confirm."""
+    engine = lender.engine
+    return EndOwed(
+        lease_id=LeaseId(lease_id),
+        engine_id=engine.engine_id,
+        incarnation=engine.incarnation,
+        reason=EndReason.RELEASED,
+        ttl_ms=ttl_ms,
+    )

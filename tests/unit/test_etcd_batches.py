@@ -13,7 +13,6 @@ from kvlease.registry.etcd_reader import EtcdReader
 from kvlease.registry.table_changes import (
     Batch,
     EndHeard,
-    EndOwed,
     EnginePut,
     LeaseGone,
     LeasePut,
@@ -22,7 +21,7 @@ from kvlease.registry.table_changes import (
 )
 from kvlease.registry.values import EndReason, LeaseId
 
-from tests.unit.table_story import Lender, Story
+from tests.unit.table_story import Lender, Story, owed_to
 
 KEYS = Keys("/kvlease/")
 LEASE = EtcdLeaseId(7)
@@ -71,17 +70,6 @@ def test_the_leases_of_an_engine_come_after_it() -> None:
     assert read(put, engine).changes == (engine, put)
 
 
-def owed(lender: Lender, lease_id: str, *, ttl_ms: int = 3_600_000) -> EndOwed:
-    engine = lender.engine
-    return EndOwed(
-        lease_id=LeaseId(lease_id),
-        engine_id=engine.engine_id,
-        incarnation=engine.incarnation,
-        reason=EndReason.RELEASED,
-        ttl_ms=ttl_ms,
-    )
-
-
 def gone(lease_id: str) -> LeaseGone:
     return LeaseGone(lease_id=LeaseId(lease_id), reason=EndReason.RELEASED)
 
@@ -90,7 +78,7 @@ def test_an_end_and_that_its_lender_has_yet_to_confirm_it_are_one_transaction() 
     lender = Story().lender("d0")
     ends: list[StoreChange] = [gone("odd")]
     for i in range(2 * MAX_CHANGES):
-        ends += [owed(lender, f"l{i}"), gone(f"l{i}")]
+        ends += [owed_to(lender, f"l{i}"), gone(f"l{i}")]
     sent = list(parcels(KEYS, "writer", ends))
     assert len(sent) > 2
     for parcel in sent:
@@ -102,14 +90,14 @@ def test_an_end_and_that_its_lender_has_yet_to_confirm_it_are_one_transaction() 
 
 def test_what_is_owed_is_read_before_the_end_and_goes_with_its_confirmation() -> None:
     lender = Story().lender("d0")
-    told, heard = owed(lender, "l1"), EndHeard(lease_id=LeaseId("l1"))
+    told, heard = owed_to(lender, "l1"), EndHeard(lease_id=LeaseId("l1"))
     assert read(told, gone("l1")).changes == (told, gone("l1"))
     assert read(heard).changes == (heard,)
     assert read(told, gone("l1"), heard).changes == (gone("l1"), heard)
 
 
 def test_what_is_owed_lives_by_itself_and_not_with_its_engine_or_replica() -> None:
-    (parcel,) = parcels(KEYS, "writer", (owed(Story().lender("d0"), "l1", ttl_ms=3_600_000), gone("l1")))
+    (parcel,) = parcels(KEYS, "writer", (owed_to(Story().lender("d0"), "l1", ttl_ms=3_600_000), gone("l1")))
     assert [owner for _, owner in parcel.puts.values()] == [Owner(shared_ttl_s=4_096)]
     assert not parcel.hellos
 

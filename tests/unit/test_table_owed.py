@@ -23,21 +23,10 @@ from kvlease.registry.table_changes import (
 from kvlease.registry.table_limits import TICK_WORK, TableLimits
 from kvlease.registry.values import EndReason, EndScope, LeaseId, PublishStatus
 
-from tests.unit.table_story import Lender, Story
+from tests.unit.table_story import Lender, Story, owed_to
 
 FIRST = LeaseId("first")
 LONG_MS = 10_000_000
-
-
-def owed_to(lender: Lender, lease_id: str = FIRST) -> EndOwed:
-    engine = lender.engine
-    return EndOwed(
-        lease_id=LeaseId(lease_id),
-        engine_id=engine.engine_id,
-        incarnation=engine.incarnation,
-        reason=EndReason.RELEASED,
-        ttl_ms=TableLimits().owed_end_ttl_ms,
-    )
 
 
 def cold(*owed: EndOwed) -> Story:
@@ -74,7 +63,7 @@ def test_an_end_that_was_asked_for_is_owed(scope: EndScope, target: str) -> None
     lender.lend(FIRST, "abc")
     assert story.end(scope, target) == 1
     gone = LeaseGone(lease_id=FIRST, reason=EndReason.RELEASED)
-    assert story.last.stored == (owed_to(lender), gone)
+    assert story.last.stored == (owed_to(lender, FIRST), gone)
     assert not heard(story)
     lender.ended(FIRST, EndReason.RELEASED)
     assert heard(story) == [FIRST]
@@ -110,13 +99,13 @@ def test_an_order_is_for_good_whatever_reason_it_gives(reason: EndReason) -> Non
     lender = story.lender("d-1")
     lender.lend(FIRST, "abc")
     story.end(EndScope.LEASE, FIRST, reason=reason)
-    assert story.last.stored == (owed_to(lender), LeaseGone(lease_id=FIRST, reason=EndReason.RELEASED))
+    assert story.last.stored == (owed_to(lender, FIRST), LeaseGone(lease_id=FIRST, reason=EndReason.RELEASED))
 
 
 def test_a_lender_that_presents_the_lease_is_told_again() -> None:
     story = Story()
     lender = Lender(story, "d-1", b"i", 5_000_000)
-    story = lender.story = cold(owed_to(lender))
+    story = lender.story = cold(owed_to(lender, FIRST))
     lender.hello()
     (result,) = lender.snapshot(lender.lease(FIRST, "abc"))
     assert (result.status, result.message) == (PublishStatus.ENDED, EndReason.RELEASED.value)
@@ -132,14 +121,14 @@ def test_a_lender_that_presents_the_lease_is_told_again() -> None:
 def test_a_lender_that_publishes_it_late_is_told_again() -> None:
     story = Story()
     lender = story.lender("d-1")
-    take(story, owed_to(lender), LeaseGone(lease_id=FIRST, reason=EndReason.RELEASED))
+    take(story, owed_to(lender, FIRST), LeaseGone(lease_id=FIRST, reason=EndReason.RELEASED))
     assert lender.lend(FIRST, "abc").status is PublishStatus.ENDED
     assert pushed(story.last) == [FIRST]
 
 
 def test_a_lender_that_comes_back_without_the_lease_owes_nothing() -> None:
     lender = Lender(Story(), "d-1", b"i", 5_000_000)
-    story = lender.story = cold(owed_to(lender), owed_to(lender, "other"))
+    story = lender.story = cold(owed_to(lender, FIRST), owed_to(lender, "other"))
     lender.hello()
     lender.snapshot(lender.lease("other", "xyz"), last=False)
     assert not heard(story), "it may come in the rest of the snapshot"
@@ -159,7 +148,7 @@ def test_an_end_asked_for_while_the_lender_presents_waits_for_its_answer() -> No
 
 def test_another_lenders_word_confirms_nothing() -> None:
     lender = Lender(Story(), "d-1", b"i", 5_000_000)
-    story = cold(owed_to(lender))
+    story = cold(owed_to(lender, FIRST))
     for other in (Lender(story, "d-2", b"i", 1), Lender(story, "d-1", b"j", 1)):
         other.hello()
         other.snapshot()
@@ -185,10 +174,10 @@ def test_a_home_that_hears_of_an_end_of_what_it_does_not_hold_asks_its_lender() 
     lender.lend(FIRST, "abc")
     lender.ended(FIRST)
     gone = LeaseGone(lease_id=FIRST, reason=EndReason.RELEASED)
-    assert pushed(take(story, owed_to(lender), gone)) == [FIRST]
+    assert pushed(take(story, owed_to(lender, FIRST), gone)) == [FIRST]
     lender.ended(FIRST)
     assert heard(story) == [FIRST]
-    assert not pushed(take(story, owed_to(lender), own=True)), "its own word back is no news"
+    assert not pushed(take(story, owed_to(lender, FIRST), own=True)), "its own word back is no news"
 
 
 def test_the_lease_itself_in_the_store_does_not_bring_it_back() -> None:
@@ -197,14 +186,14 @@ def test_the_lease_itself_in_the_store_does_not_bring_it_back() -> None:
     engine = lender.engine
     lease = LeasePut(engine_id=engine.engine_id, incarnation=engine.incarnation, publication=lender.lease(FIRST, "abc"))
     home = EnginePut(engine=engine, now_lender_ms=1)
-    view = StoredView(engines=(StoredEngine(put=home, own=False),), leases=(lease,), owed=(owed_to(lender),))
+    view = StoredView(engines=(StoredEngine(put=home, own=False),), leases=(lease,), owed=(owed_to(lender, FIRST),))
     story = Story()
     loaded = story.heard(story.table.replace(view, (), now_ms=story.now_ms))
     assert loaded.stored == (LeaseGone(lease_id=FIRST, reason=EndReason.RELEASED),)
     assert not len(story.table)
     late = Story()
     take(late, home, lease)
-    done = take(late, owed_to(lender))
+    done = take(late, owed_to(lender, FIRST))
     assert not len(late.table)
     assert not done.stored
 
@@ -216,7 +205,7 @@ def test_a_home_that_loads_the_store_carries_out_what_it_missed() -> None:
     lender.lend(FIRST, "abc")
     engine = EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms)
     take(story, engine, own=True)
-    view = StoredView(engines=(StoredEngine(put=engine, own=True),), owed=(owed_to(lender),))
+    view = StoredView(engines=(StoredEngine(put=engine, own=True),), owed=(owed_to(lender, FIRST),))
     done = story.heard(story.table.replace(view, (), now_ms=story.now_ms))
     assert pushed(done) == [FIRST]
     assert not [x for x in done.stored if isinstance(x, LeasePut)]
@@ -246,7 +235,7 @@ def pushed_after_presenting(lender: Lender) -> list[LeaseId]:
 
 def test_the_store_forgets_it_in_the_end() -> None:
     lender = Lender(Story(), "d-1", b"i", 5_000_000)
-    story = cold(owed_to(lender))
+    story = cold(owed_to(lender, FIRST))
     gone = Batch(changes=(EndHeard(lease_id=FIRST),), expired=True)
     story.heard(story.table.apply(gone, now_ms=story.now_ms))
     lender.story = story

@@ -2,8 +2,8 @@
 
 Real `Lending`, `Borrowing` and `Link` against a real registry, on vLLM's real block pool, with many leases out. Timed
 are the thread's wall time, hand-overs of the interpreter lock to the link's thread included, and its processor time
-beside it. Between two calls the thread sleeps as an engine's does while its model runs. Says one figure after another,
-then null.
+beside it. Between two calls the thread sleeps as an engine's does while its model runs. What is judged is the p99 over
+that of vLLM's own scheduler, measured first. Says one figure after another, then null.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, ParamSpec, TypeVar
 
 from kvlease.connector.borrower import Read
@@ -19,16 +20,22 @@ from kvlease.connector.borrowing import ArrivedRequest
 from kvlease.connector.lending import FinishedTurn
 from kvlease.connector.loads import LoadReport, WorkerReports
 
+from tests.bench import engine_yardstick
 from tests.bench.effort import FULL, QUICK, Effort
 from tests.bench.engine_stage import MadeTurn, Stage
+from tests.bench.engine_yardstick import Yardstick
 from tests.bench.figures import Budget, Figure, Unit, at_most, encode, quantile
 from tests.bench.payloads import BLOCK_TOKENS, STRIDE_TOKENS, TOKENS
 from tests.bench.served import say
 
 HOOKS: Final = "connector, each hook on the engine's thread"
 STEPS: Final = "connector, added to an engine step"
-BUDGET: Final = at_most(200.0)
-"""Microseconds added to an engine step, p99."""
+ADDED_US: Final = at_most(goal=200.0)
+"""Added to an engine step, p99."""
+OF_VLLM: Final = at_most(0.5)
+"""The same over the p99 of what vLLM's own scheduler spends on a decode step."""
+MAKING_ROOM_OF_VLLM: Final = at_most(1.0)
+"""For a prompt that takes hundreds of blocks from leases: once in it, and mostly the pool's own work."""
 STEPS_PER_FINISH: Final = 8
 """A decode batch of 32 whose answers have 256 tokens ends a request every eighth step."""
 LAPSES: Final = {"1k": 4, "8k": 1, "24k": 1}
@@ -46,9 +53,10 @@ R = TypeVar("R")
 class Timed:
     """Times of one hook, wall and processor, in microseconds."""
 
-    def __init__(self, section: str, name: str) -> None:
+    def __init__(self, section: str, name: str, budget: Budget | None = OF_VLLM) -> None:
         self._section: Final = section
         self._name: Final = name
+        self._budget: Final = budget
         self._wall_us: list[float] = []
         self._cpu_us: list[float] = []
 
@@ -69,11 +77,30 @@ class Timed:
         self._cpu_us.append((time.thread_time_ns() - cpu_ns) / 1e3)
         return result
 
-    def figures(self, budget: Budget | None = BUDGET) -> list[Figure]:
-        """p50 for information, p99 against the budget; the quartiles are those of all calls. None without a call."""
-        return [] if not self._wall_us else [self._figure("p50", 0.5, None), self._figure("p99", 0.99, budget)]
+    def figures(self, yardstick: Yardstick) -> list[Figure]:
+        """p50 and p99; with a budget, the p99 is held to the yardstick. The quartiles are those of all calls."""
+        if not self._wall_us:
+            return []
+        figures = [self._figure("p50", 0.5), self._figure("p99", 0.99)]
+        if self._budget is None:
+            return figures
+        share = figures[1].value / yardstick.p99_us
+        name = f"{self._name}, p99 / vLLM's"
+        return [
+            figures[0],
+            replace(figures[1], budget=ADDED_US),
+            Figure(
+                section=self._section,
+                name=name,
+                unit=Unit.RATIO,
+                value=share,
+                low=share,
+                high=share,
+                budget=self._budget,
+            ),
+        ]
 
-    def _figure(self, which: str, share: float, budget: Budget | None) -> Figure:
+    def _figure(self, which: str, share: float) -> Figure:
         return Figure(
             section=self._section,
             name=f"{self._name}, {which}",
@@ -81,18 +108,17 @@ class Timed:
             value=quantile(self._wall_us, share),
             low=quantile(self._wall_us, 0.25),
             high=quantile(self._wall_us, 0.75),
-            budget=budget,
             note=f"CPU {quantile(self._cpu_us, share):,.0f} us, {len(self._wall_us)} calls",
         )
 
 
-def lender_hooks(stage: Stage, effort: Effort) -> list[Figure]:
+def lender_hooks(stage: Stage, effort: Effort) -> list[Timed]:
     """Each hook of a lender by itself."""
     few = max(4, effort.steps // 5)
     idle = Timed(HOOKS, f"service, nothing due, {len(stage.lending):,} leases out")
     for _ in range(effort.steps):
         idle(stage.lending.service)
-    figures = idle.figures()
+    timed = [idle]
     for size, tokens in TOKENS.items():
         finish = Timed(HOOKS, f"a {size}-token turn is lent")
         order = Timed(HOOKS, f"service, a {size}-token lease ended by order")
@@ -105,10 +131,9 @@ def lender_hooks(stage: Stage, effort: Effort) -> list[Figure]:
             stage.order_end(lease_id)
             order(stage.lending.service)
             _settle(stage, back)
-        figures += finish.figures() + order.figures() + back.figures()
-    for size, leases in LAPSES.items():
-        figures += _lapse(stage, few, size, leases)
-    return figures + _supersede(stage, few) + _reuse(stage, few) + _pressure(stage, few)
+        timed += [finish, order, back]
+    timed += [_lapse(stage, few, size, leases) for size, leases in LAPSES.items()]
+    return [*timed, _supersede(stage, few), *_reuse(stage, few), _pressure(stage, few)]
 
 
 def _settle(stage: Stage, back: Timed | None = None) -> None:
@@ -120,7 +145,7 @@ def _settle(stage: Stage, back: Timed | None = None) -> None:
             back(stage.lending.service)
 
 
-def _supersede(stage: Stage, count: int) -> list[Figure]:
+def _supersede(stage: Stage, count: int) -> Timed:
     finish = Timed(HOOKS, "an 8k-token turn is lent, superseding the one before")
     for _ in range(count):
         earlier = stage.turn(TOKENS["8k"])
@@ -133,10 +158,10 @@ def _supersede(stage: Stage, count: int) -> list[Figure]:
         stage.order_end(lease_id)
         stage.lending.service()
         _settle(stage)
-    return finish.figures()
+    return finish
 
 
-def _lapse(stage: Stage, count: int, size: str, leases: int) -> list[Figure]:
+def _lapse(stage: Stage, count: int, size: str, leases: int) -> Timed:
     """Deadlines pass."""
     lapse = Timed(HOOKS, f"service, {leases} {size}-token leases lapse")
     for _ in range(count):
@@ -145,13 +170,13 @@ def _lapse(stage: Stage, count: int, size: str, leases: int) -> list[Figure]:
         lapse(stage.lending.service)
         _settle(stage)
         stage.pool.free_blocks(reversed(stage.pool.get_new_blocks(stage.pool.get_num_free_blocks())))
-    return lapse.figures()
+    return lapse
 
 
-def _reuse(stage: Stage, count: int) -> list[Figure]:
+def _reuse(stage: Stage, count: int) -> list[Timed]:
     """The pool hands blocks of lapsed leases out."""
     reuse = Timed(HOOKS, f"get_new_blocks, {REUSED_BLOCKS} of lapsed leases")
-    plain = Timed(HOOKS, f"get_new_blocks, {REUSED_BLOCKS} of no lease")
+    plain = Timed(HOOKS, f"get_new_blocks, {REUSED_BLOCKS} of no lease", None)
     for _ in range(count):
         rest = stage.pool.get_new_blocks(stage.pool.get_num_free_blocks() - TOKENS["8k"] // BLOCK_TOKENS)
         for _ in range(TOKENS["8k"] // TOKENS[HELD]):
@@ -162,11 +187,11 @@ def _reuse(stage: Stage, count: int) -> list[Figure]:
         others = stage.pool.get_new_blocks(stage.pool.get_num_free_blocks())
         stage.pool.free_blocks([*reversed(rest), *others, *taken])
         stage.pool.free_blocks(plain(stage.pool.get_new_blocks, REUSED_BLOCKS))
-    return reuse.figures() + plain.figures(None)
+    return [reuse, plain]
 
 
-def _pressure(stage: Stage, count: int) -> list[Figure]:
-    room = Timed(HOOKS, f"give_way for an 8k-token prompt, {HELD}-token leases end")
+def _pressure(stage: Stage, count: int) -> Timed:
+    room = Timed(HOOKS, f"give_way for an 8k-token prompt, {HELD}-token leases end", MAKING_ROOM_OF_VLLM)
     wanted = TOKENS["8k"] // BLOCK_TOKENS
     for _ in range(count):
         before = len(stage.lending)
@@ -175,12 +200,12 @@ def _pressure(stage: Stage, count: int) -> list[Figure]:
         _settle(stage)
         for _ in range(ended):
             stage.lend(stage.turn(TOKENS[HELD]))
-    return room.figures()
+    return room
 
 
-def borrower_hooks(stage: Stage, effort: Effort) -> list[Figure]:
+def borrower_hooks(stage: Stage, effort: Effort) -> list[Timed]:
     """Each hook of a borrower by itself, for prompts that extend a lease."""
-    figures: list[Figure] = []
+    timed: list[Timed] = []
     for size, tokens in TOKENS.items():
         lent = stage.turn(tokens)
         stage.lend(lent)
@@ -202,12 +227,11 @@ def borrower_hooks(stage: Stage, effort: Effort) -> list[Figure]:
             report(stage.borrowing.reported, _proven(request_id))
             stage.borrowing.settled(request_id)
             stage.borrowing.forget(request_id)
-        for timed in (arrive, decide, again, commit, report):
-            figures += timed.figures()
-    return figures
+        timed += [arrive, decide, again, commit, report]
+    return timed
 
 
-def steps(stage: Stage, effort: Effort) -> list[Figure]:
+def steps(stage: Stage, effort: Effort) -> list[Timed]:
     """What the hooks of one step add up to, as they come together."""
     decode = Timed(STEPS, f"decode: service twice, an 8k-token turn lent every {STEPS_PER_FINISH} steps")
     for number in range(effort.steps):
@@ -233,7 +257,7 @@ def steps(stage: Stage, effort: Effort) -> list[Figure]:
         stage.borrowing.settled(earlier.request_id)
         stage.borrowing.forget(earlier.request_id)
         earlier = prompt
-    return decode.figures() + prefill.figures()
+    return [decode, prefill]
 
 
 def _decode_step(stage: Stage, finished: FinishedTurn | None) -> None:
@@ -261,6 +285,9 @@ def _proven(request_id: str) -> WorkerReports:
 
 
 def main(registry: str, effort: Effort) -> None:
+    yardstick = engine_yardstick.measure(effort.steps, MODEL_S)
+    for figure in yardstick.figures():
+        say(encode(figure))
     held = effort.leases * TOKENS[HELD] // BLOCK_TOKENS
     stage = Stage(registry, blocks=held + 8 * TOKENS["24k"] // BLOCK_TOKENS, leases=effort.leases)
     stage.open()
@@ -272,8 +299,9 @@ def main(registry: str, effort: Effort) -> None:
         gc.collect()
         gc.freeze()  # as an engine does when it is ready
         for part in (lender_hooks, borrower_hooks, steps):
-            for figure in part(stage, effort):
-                say(encode(figure))
+            for timed in part(stage, effort):
+                for figure in timed.figures(yardstick):
+                    say(encode(figure))
     finally:
         stage.close()
     say(None)

@@ -2,7 +2,7 @@
 
 A figure is a median over rounds with the quartiles beside it, so that a reader sees whether a difference is larger
 than the noise; extremes would only show the worst moment of a shared machine. Nothing here measures.
-Invariant: a figure without a budget is never a failure; `decode(encode(figure)) == figure`.
+Invariant: a figure without a limit is never a failure; `decode(encode(figure)) == figure`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A limit from registry/DESIGN.md, section 8, in the unit of the figure; `goal`: the first one, where it moved."""
+    """From registry/DESIGN.md, section 8, in the unit of the figure.
+
+    `limit` is judged. `goal` is aimed at and shown: where it is a time, it depends on the machine, and a ratio within
+    the run is judged in its place.
+    """
 
     bound: Bound
-    limit: float
+    limit: float | None = None
     goal: float | None = None
 
 
@@ -55,7 +59,7 @@ class Figure:
 
     @property
     def verdict(self) -> Verdict:
-        if self.budget is None:
+        if self.budget is None or self.budget.limit is None:
             return Verdict.FOR_INFORMATION
         if self.budget.bound is Bound.AT_MOST:
             return Verdict.OK if self.value <= self.budget.limit else Verdict.OVER
@@ -66,11 +70,11 @@ class FigureInvalid(ValueError):
     """What was read is not an encoded figure."""
 
 
-def at_most(limit: float, *, goal: float | None = None) -> Budget:
+def at_most(limit: float | None = None, *, goal: float | None = None) -> Budget:
     return Budget(bound=Bound.AT_MOST, limit=limit, goal=goal)
 
 
-def at_least(limit: float, *, goal: float | None = None) -> Budget:
+def at_least(limit: float | None = None, *, goal: float | None = None) -> Budget:
     return Budget(bound=Bound.AT_LEAST, limit=limit, goal=goal)
 
 
@@ -135,11 +139,10 @@ def decode(given: object) -> Figure:
 
 
 def _budget(fields: Mapping[str, object]) -> Budget:
-    goal = fields["goal"]
     return Budget(
         bound=Bound(str(fields["bound"])),
-        limit=_number(fields["limit"]),
-        goal=None if goal is None else _number(goal),
+        limit=_number_or_none(fields["limit"]),
+        goal=_number_or_none(fields["goal"]),
     )
 
 
@@ -153,3 +156,7 @@ def _number(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise FigureInvalid(f"a number was expected, not {given!r}")
     return float(given)
+
+
+def _number_or_none(given: object) -> float | None:
+    return None if given is None else _number(given)

@@ -116,12 +116,16 @@ def quantity(value: float, unit: Unit) -> str:
 
 
 def _cells(figure: Figure) -> tuple[str, ...]:
-    budget = ""
-    if figure.budget is not None:
-        sign = "≤" if figure.budget.bound is Bound.AT_MOST else "≥"
-        budget = f"{sign} {quantity(figure.budget.limit, figure.unit)}"
-        if figure.budget.goal is not None:
-            budget += f" (goal {quantity(figure.budget.goal, figure.unit)})"
     spread = f"{number(figure.low)} - {number(figure.high)}"
     verdict = f"[{_STYLES[figure.verdict]}]{figure.verdict.value}[/]"
-    return (figure.name, quantity(figure.value, figure.unit), spread, budget, verdict, figure.note)
+    return (figure.name, quantity(figure.value, figure.unit), spread, _budget(figure), verdict, figure.note)
+
+
+def _budget(figure: Figure) -> str:
+    budget = figure.budget
+    if budget is None:
+        return ""
+    sign = "≤" if budget.bound is Bound.AT_MOST else "≥"
+    limit = "" if budget.limit is None else f"{sign} {quantity(budget.limit, figure.unit)}"
+    goal = "" if budget.goal is None else f"(goal {sign} {quantity(budget.goal, figure.unit)})"
+    return " ".join(part for part in (limit, goal) if part)

@@ -40,8 +40,12 @@ MESSAGE_CHARS: Final = 500
 """With MESSAGES: a chat of about a thousand tokens."""
 LOCATES: Final = 20
 """In one sample: a clock read costs as much as a part of a locate."""
-ADDED_MS: Final = at_most(2.0)
-LOCATE_US: Final = at_most(10.0)
+ADDED_MS: Final = at_most(goal=2.0)
+LOCATE_US: Final = at_most(goal=10.0)
+ADDED_OF_DIRECT: Final = at_most(3.0)
+COPY_OF_CALL: Final = at_most(0.03)
+CALLS_SHARE: Final = 4
+"""A locate by a call is asked this many times less often."""
 WAIT_S: Final = 30.0
 STALE_MS: Final = 10_000
 
@@ -91,12 +95,13 @@ async def _first_bytes(
         for name, way in ways.items():
             added[name].append(await _p50(way, names, effort.calls) - base)
     figures = [over_rounds(SECTION, "first byte, engines called directly, p50", Unit.MILLISECONDS, plain)]
-    figures += [
-        over_rounds(
-            SECTION, f"first byte, added by the router, {name}, p50", Unit.MILLISECONDS, rounds, budget=ADDED_MS
-        )
-        for name, rounds in added.items()
-    ]
+    for name, rounds in added.items():
+        what = f"first byte, added by the router, {name}, p50"
+        ratios = [mine / base for mine, base in zip(rounds, plain, strict=True)]
+        figures += [
+            over_rounds(SECTION, what, Unit.MILLISECONDS, rounds, budget=ADDED_MS),
+            over_rounds(SECTION, f"{what} / called directly", Unit.RATIO, ratios, budget=ADDED_OF_DIRECT),
+        ]
     return figures
 
 
@@ -119,12 +124,22 @@ async def _located(client: RegistryClient, effort: Effort, names: Sequence[Conve
             call_timeout_ms=1_000,
         )
         alone: list[float] = []
+        called: list[float] = []
         whole: list[float] = []
         for _ in range(effort.rounds):
             alone.append(quantile([_copy_us(copy, clock, names, i) for i in range(effort.calls)], 0.5))
+            calls = max(4, effort.calls // CALLS_SHARE)
+            called.append(quantile([await _call_us(client, names, i) for i in range(calls)], 0.5))
             whole.append(quantile([await _lookup_us(leases, names, i) for i in range(effort.calls)], 0.5))
         return [
             over_rounds(SECTION, "locate in the copy, p50", Unit.MICROSECONDS, alone, budget=LOCATE_US),
+            over_rounds(
+                SECTION,
+                "locate in the copy, p50 / by a call",
+                Unit.RATIO,
+                [copied / asked for copied, asked in zip(alone, called, strict=True)],
+                budget=COPY_OF_CALL,
+            ),
             over_rounds(
                 SECTION,
                 "locate of a turn by the copy, p50",
@@ -141,6 +156,14 @@ def _copy_us(copy: LeaseCopy, clock: SystemClock, names: Sequence[ConversationId
         if copy.locate(DEFAULT_TENANT, names[index % len(names)], now_ms=clock.now_ms()).lease is None:
             raise AnswerTooShort("the copy does not find what the registry holds")
     return (time.perf_counter_ns() - began_ns) / 1e3 / LOCATES
+
+
+async def _call_us(client: RegistryClient, names: Sequence[ConversationId], index: int) -> float:
+    began_ns = time.perf_counter_ns()
+    found = await client.locate(DEFAULT_TENANT, names[index % len(names)], timeout_ms=1_000)
+    if found.lease is None:
+        raise AnswerTooShort("the registry does not locate what it holds")
+    return (time.perf_counter_ns() - began_ns) / 1e3
 
 
 async def _lookup_us(leases: Leases, names: Sequence[ConversationId], start: int) -> float:

@@ -66,13 +66,11 @@ class Loads:
         )
 
 
-class Desk:
-    """One engine's scheduler and what stands around it."""
+class Played:
+    """vLLM's scheduler; the model, and what workers report, are played."""
 
-    def __init__(self, scheduler: Any, side: Any, table: SealTable, hasher: Any) -> None:
+    def __init__(self, scheduler: Any, hasher: Any) -> None:
         self.scheduler = scheduler
-        self.side: Any = side
-        self.table = table
         self._hasher = hasher
 
     @property
@@ -82,21 +80,6 @@ class Desk:
     @property
     def free(self) -> int:
         return int(self.pool.get_num_free_blocks())
-
-    @property
-    def leases(self) -> int:
-        return len(self.side._lending)
-
-    @property
-    def whole_seals(self) -> int:
-        return sum(any(self.table.read(slot)[:VALUE_BYTES]) for slot in range(self.table.slots))
-
-    def count(self, metric: Metric, **labels: str) -> float:
-        """A counter of the connector, once its thread has done what it was given; 0 if it was never touched."""
-        link, done = self.side._link, threading.Event()
-        link.call(done.set)
-        assert link._ended or done.wait(TOLD_S), "the connector's thread hangs"
-        return self.side._instruments.registry.get_sample_value(metric.name, labels) or 0.0
 
     def add(
         self,
@@ -150,8 +133,8 @@ class Desk:
     def schedule(self) -> Any:
         return self.scheduler.schedule()
 
-    def finish(self, output: Any, loads: Loads | None = None, *, accepted: int = 0) -> Any:
-        """The step `output` has been executed; `accepted` of the tokens that were guessed for it turned out right."""
+    def executed(self, output: Any, loads: Loads | None = None, *, accepted: int = 0) -> Any:
+        """What the model would say of the step `output`; `accepted` of the tokens guessed for it turned out right."""
         from kvlease.connector.vllm_metadata import ReportsFromWorkers
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -169,15 +152,16 @@ class Desk:
                 finished_sending=loads.sent or None,
                 kv_connector_worker_meta=ReportsFromWorkers(reports=loads.reports),
             )
-        return self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-                sampled_token_ids=tokens,
-                kv_connector_output=reported,
-            ),
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=tokens,
+            kv_connector_output=reported,
         )
+
+    def finish(self, output: Any, loads: Loads | None = None, *, accepted: int = 0) -> Any:
+        """The step `output` has been executed."""
+        return self.scheduler.update_from_output(output, self.executed(output, loads, accepted=accepted))
 
     def step(self, loads: Loads | None = None) -> Any:
         """Schedules and executes one step; returns what was scheduled."""
@@ -192,6 +176,30 @@ class Desk:
                 return
             self.step()
         raise AssertionError(f"requests are still there after {steps} steps")
+
+
+class Desk(Played):
+    """One engine's scheduler with kvlease's side of it, and what stands around both."""
+
+    def __init__(self, scheduler: Any, hasher: Any, table: SealTable) -> None:
+        super().__init__(scheduler, hasher)
+        self.side: Any = scheduler.connector.connector_scheduler
+        self.table = table
+
+    @property
+    def leases(self) -> int:
+        return len(self.side._lending)
+
+    @property
+    def whole_seals(self) -> int:
+        return sum(any(self.table.read(slot)[:VALUE_BYTES]) for slot in range(self.table.slots))
+
+    def count(self, metric: Metric, **labels: str) -> float:
+        """A counter of the connector, once its thread has done what it was given; 0 if it was never touched."""
+        link, done = self.side._link, threading.Event()
+        link.call(done.set)
+        assert link._ended or done.wait(TOLD_S), "the connector's thread hangs"
+        return self.side._instruments.registry.get_sample_value(metric.name, labels) or 0.0
 
     def settle(self) -> None:
         """The judge of leaks: once every request, load and lease is over, every block is back where it was.
@@ -231,8 +239,52 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 @contextmanager
 def desk(settings: DeskSettings) -> Iterator[Desk]:
-    """Opens a scheduler; everything it started has ended afterwards."""
+    """Opens a scheduler with kvlease's side; everything it started has ended afterwards, and nothing is leaked."""
     from kvlease.connector.vllm_metadata import SealedHandshake
+
+    with silent_registry() as registry:
+        connector = {
+            "kv_connector": "NixlConnector",
+            "kv_connector_module_path": "kvlease.connector",
+            "kv_role": settings.role,
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": "recompute",
+            "engine_id": settings.engine_id,
+            "kv_connector_extra_config": {
+                "kvlease": {"registry": registry, "resolve_wait_ms": 5_000, **settings.kvlease}
+            },
+        }
+        with _scheduler(settings, connector) as (scheduler, hasher):
+            table = SealTable.create(settings.slots)
+            try:
+                scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+                    {
+                        (0, 0): SealedHandshake(
+                            compatibility_hash="desk", agent_metadata_bytes=b"", seal_table=str(table.path)
+                        )
+                    }
+                )
+                opened = Desk(scheduler, hasher, table)
+                yield opened
+                opened.settle()
+            finally:
+                scheduler.shutdown()
+                table.close()
+
+
+@contextmanager
+def without_connector(settings: DeskSettings) -> Iterator[Played]:
+    """vLLM alone, as it is where nothing is transferred; `settings` that speak of kvlease mean nothing."""
+    with _scheduler(settings, None) as (scheduler, hasher):
+        try:
+            yield Played(scheduler, hasher)
+        finally:
+            scheduler.shutdown()
+
+
+@contextmanager
+def _scheduler(settings: DeskSettings, connector: Params | None) -> Iterator[tuple[Any, Any]]:
+    """With the function that hashes the blocks of its requests."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -241,7 +293,7 @@ def desk(settings: DeskSettings) -> Iterator[Desk]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    with silent_registry() as registry, environment({**ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}):
+    with environment({**ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}):
         import torch
 
         config = EngineArgs(
@@ -253,17 +305,7 @@ def desk(settings: DeskSettings) -> Iterator[Desk]:
             max_num_batched_tokens=settings.max_batched_tokens,
             enable_prefix_caching=settings.prefix_caching,
             async_scheduling=settings.async_scheduling,
-            kv_transfer_config={
-                "kv_connector": "NixlConnector",
-                "kv_connector_module_path": "kvlease.connector",
-                "kv_role": settings.role,
-                "kv_buffer_device": "cpu",
-                "kv_load_failure_policy": "recompute",
-                "engine_id": settings.engine_id,
-                "kv_connector_extra_config": {
-                    "kvlease": {"registry": registry, "resolve_wait_ms": 5_000, **settings.kvlease}
-                },
-            },
+            kv_transfer_config=connector,
             **dict(settings.engine),
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = settings.blocks
@@ -281,22 +323,7 @@ def desk(settings: DeskSettings) -> Iterator[Desk]:
             block_size=BLOCK_TOKENS,
             log_stats=True,
         )
-        table = SealTable.create(settings.slots)
-        try:
-            side = scheduler.connector.connector_scheduler
-            scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-                {
-                    (0, 0): SealedHandshake(
-                        compatibility_hash="desk", agent_metadata_bytes=b"", seal_table=str(table.path)
-                    )
-                }
-            )
-            opened = Desk(scheduler, side, table, get_request_block_hasher(BLOCK_TOKENS, hash_function))
-            yield opened
-            opened.settle()
-        finally:
-            scheduler.shutdown()
-            table.close()
+        yield scheduler, get_request_block_hasher(BLOCK_TOKENS, hash_function)
 
 
 @contextmanager

@@ -5,8 +5,11 @@ What users of the OpenAI API do (streaming, retries, fields of their own) must f
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
+import signal
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
@@ -15,16 +18,21 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.engines.engine import Json
-from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
+from tests.engines.chat import Turns, ids
+from tests.engines.engine import BLOCK_TOKENS, Json, Role
+from tests.engines.fleet import ROUTER, Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.model import MODEL_NAME
 from tests.engines.openai_client import OpenAIClient
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
+LEASE_MS = 6_000
+GIVEN_BACK_S = 0.5
+"""From the deadline to the step that gives the blocks back, and to the metric that shows it."""
 QUESTION = "tell me about the river and the stone " * 40
 REUSED = re.compile(r"^kvlease_borrower_reused_tokens_total (\S+)$", re.MULTILINE)
+LEASED = re.compile(r"^kvlease_lender_leased_blocks(?:\{.*\})? (\S+)$", re.MULTILINE)
 LEASES = re.compile(r"^kvlease_lender_publishes_total (\S+)$", re.MULTILINE)
 
 
@@ -40,6 +48,10 @@ class Served:
 
     async def leases(self) -> float:
         return sum(float(value) for value in LEASES.findall((await self.lender_metrics.get("/metrics"))[1]))
+
+    async def leased(self) -> float:
+        """Blocks of the decode engine that live leases hold."""
+        return sum(float(value) for value in LEASED.findall((await self.lender_metrics.get("/metrics"))[1]))
 
     async def say(self, messages: Sequence[dict[str, str]], *, usage: bool, **fields: Json) -> str:
         """One streamed turn; returns the answer's text."""
@@ -137,3 +149,45 @@ async def test_turns_without_streaming_are_lent_as_well(served: Served) -> None:
     )
     assert done.choices[0].message.content
     assert await served.leases() == before + 1
+
+
+@pytest.mark.matrix(
+    group="Time passes",
+    condition="router and prefill engine killed",
+    lent="-",
+    reused="again when they are back",
+    freed="at the deadline, not before",
+    recomputed="-",
+)
+async def test_pins_follow_the_terms_of_the_lease_when_router_and_prefill_engine_are_killed(served: Served) -> None:
+    """L4. Last in this file, since it kills what the others use; all of it is back at the end."""
+    fleet = served.fleet
+    victims = (ROUTER, fleet.ids(Role.PREFILL)[0])
+    async with OpenAIClient(fleet.prefill_url) as prefill, OpenAIClient(fleet.decode_url) as decode:
+        others = await served.leased()
+        asked_s = time.monotonic()
+        turns = Turns(prefill, decode)
+        first = await turns.turn(ids(640, seed=300), ttl_ms=LEASE_MS, on_deadline="end")
+        lent_s = time.monotonic()
+        for name in victims:
+            fleet.child(name).signal(signal.SIGKILL)
+            await fleet.child(name).wait(5)
+        seen: list[tuple[float, float, float]] = []
+        while not seen or seen[-1][0] < lent_s + LEASE_MS / 1_000 + 2.0:
+            before_s = time.monotonic()
+            await decode.complete(ids(4, seed=301), max_tokens=2, logprobs=False)  # a step
+            seen.append((before_s, await served.leased() - others, time.monotonic()))
+            await asyncio.sleep(0.1)
+    whole = first.lent // BLOCK_TOKENS
+    before = {leased for _, leased, after_s in seen if after_s < asked_s + LEASE_MS / 1_000}
+    after = {leased for before_s, leased, _ in seen if before_s > lent_s + LEASE_MS / 1_000 + GIVEN_BACK_S}
+    assert before == {whole}
+    assert after == {0}
+    for name in victims:
+        await fleet.start(name)
+    messages = [{"role": "user", "content": f"back {QUESTION}"}]
+    answer = await served.say(messages, usage=False)
+    before_reuse = await served.reused()
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+    await served.say(messages, usage=False)
+    assert await served.reused() - before_reuse >= 256

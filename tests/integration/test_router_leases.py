@@ -22,7 +22,18 @@ from opentelemetry.trace import format_span_id, format_trace_id
 from yarl import URL
 
 from tests.integration.router_lender import lending, registry
-from tests.integration.router_peers import LIMIT_S, Call, Engine, fleet, routing, sample, until, unused_url, url
+from tests.integration.router_peers import (
+    LIMIT_S,
+    Call,
+    Engine,
+    fleet,
+    refused,
+    routing,
+    sample,
+    until,
+    unused_url,
+    url,
+)
 
 ASK = {"role": "user", "content": "Hi?"}
 ANSWER = {"role": "assistant", "content": "Hello there"}
@@ -89,6 +100,42 @@ async def test_a_retry_a_new_answer_and_branches_stay_in_the_conversation() -> N
             assert await turn(http, router, again) == conversation
         for branch in ("a", "b", "c"):
             assert await turn(http, first, body(ASK, ANSWER, {"role": "user", "content": branch})) == conversation
+
+
+@pytest.mark.parametrize("behind_two", [False, True])
+async def test_chats_with_one_opener_and_one_first_answer_stay_apart(behind_two: bool) -> None:
+    """Agents of one template: as many conversations as chats, however their turns interleave."""
+    async with two_routers() as (routers, http, _, _):
+        routers = routers if behind_two else routers[:1]
+        began = [await turn(http, routers[i % len(routers)], body(ASK)) for i in range(20)]
+        await until(lambda: sum(named(router) for router in routers) == 20)
+        second = [
+            await turn(http, routers[i % len(routers)], body(ASK, ANSWER, {"role": "user", "content": str(i)}))
+            for i in range(20)
+        ]
+        assert len(set(began)) == 20
+        assert set(second) == set(began)
+        await until(lambda: sum(named(router) for router in routers) == 40)
+        for i, conversation in enumerate(second):
+            history = [ASK, ANSWER, {"role": "user", "content": str(i)}, ANSWER, MORE]
+            assert await turn(http, routers[(i + 1) % len(routers)], body(*history)) == conversation
+
+
+async def test_a_turn_that_failed_leaves_its_conversation_to_the_retry() -> None:
+    prefill, decode = Engine(), Engine()
+
+    async def full(_: Call) -> web.StreamResponse:
+        return refused(429, "later")
+
+    async with registry() as server, fleet([prefill], [decode], *flags(server)) as (router, http):
+        began = [await turn(http, router, body(ASK)) for _ in range(2)]
+        await until(lambda: named(router) == 2)
+        decode.script = full
+        async with http.post(url(router), json=body(ASK, ANSWER, MORE)) as answer:
+            assert answer.status == 429
+        decode.script = None
+        again = [await turn(http, router, body(ASK, ANSWER, MORE)) for _ in range(2)]
+        assert set(again) == set(began)
 
 
 async def test_the_answer_of_each_branch_is_named() -> None:

@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chats", type=int, default=60, help="how many different chats (default 60)")
     parser.add_argument("--clients", type=int, default=4, help="clients at once (default 4)")
     parser.add_argument("--rate", type=float, default=1.0, help="turns a second of all clients (default 1)")
-    parser.add_argument("--every", type=float, default=35, help="seconds between disturbances (default 35)")
+    parser.add_argument("--every", type=float, default=20, help="seconds between disturbances (default 20)")
     parser.add_argument("--nice", type=int, default=5, help="niceness of everything (default 5)")
     parser.add_argument("--json", type=Path, help="where the report goes as well")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
-"""What happens to the fleet during a soak, by seed: kills and restarts of each process, stops, resets, pauses, drains.
+"""What happens to the fleet during a soak, by seed: each process is killed or terminated and started again, engines are
+stopped, reset, paused and drained.
 
-Each disturbance is over when it returns, and says whether the fleet's reuse has to be seen again after it. Invariant:
-an outage is told to the judge before the signal is sent.
+Each disturbance is over when it returns. Invariant: an outage is told to the judge before the signal is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.soak.scene import Scene
 
 LONGEST_STOP_S: Final = 6.0
 LONGEST_ABSENCE_S: Final = 8.0
-KILL_TIMEOUT_S: Final = 10.0
+END_TIMEOUT_S: Final = 20.0
+"""From the signal that ends a process to its end. An engine that drains is to be gone within 10 s on a free machine."""
 
 Disturbance = Callable[[], Awaitable[str]]
 """Does it, and returns what was done."""
@@ -40,23 +41,27 @@ class Disturbances:
         self._rng = rng
         self.absent: set[str] = set()
         """Processes that are killed and not yet restarted."""
-        self._kinds: Mapping[str, tuple[Disturbance, int, bool]] = {
-            "kill decode": (lambda: self._kill(self._decode), 2, True),
-            "kill prefill": (lambda: self._kill(self._prefill), 2, True),
-            "kill registry": (lambda: self._kill(REGISTRY), 3, True),
-            "kill router": (lambda: self._kill(ROUTER), 3, True),
-            "stop decode": (lambda: self._stop(self._decode), 3, True),
-            "stop prefill": (lambda: self._stop(self._prefill), 1, True),
-            "reset decode": (self._reset, 3, True),
-            "pause decode": (self._pause, 2, True),
-            "drain decode": (self._drain, 1, True),
+        self._kinds: Mapping[str, tuple[Disturbance, int]] = {
+            "kill decode": (lambda: self._restart(self._decode, signal.SIGKILL), 3),
+            "kill prefill": (lambda: self._restart(self._prefill, signal.SIGKILL), 3),
+            "kill registry": (lambda: self._restart(REGISTRY, signal.SIGKILL), 3),
+            "kill router": (lambda: self._restart(ROUTER, signal.SIGKILL), 3),
+            "terminate decode": (lambda: self._restart(self._decode, signal.SIGTERM), 1),
+            "terminate prefill": (lambda: self._restart(self._prefill, signal.SIGTERM), 1),
+            "terminate registry": (lambda: self._restart(REGISTRY, signal.SIGTERM), 1),
+            "terminate router": (lambda: self._restart(ROUTER, signal.SIGTERM), 1),
+            "stop decode": (lambda: self._stop(self._decode), 2),
+            "stop prefill": (lambda: self._stop(self._prefill), 1),
+            "reset decode": (self._reset, 2),
+            "pause decode": (self._pause, 1),
+            "drain decode": (self._drain, 1),
         }
         self._deck: list[str] = []
 
     async def again(self) -> str:
         """The next of a shuffled deck; says what it was. Raises ChildFailed."""
         if not self._deck:
-            self._deck = [name for name, (_, weight, _) in self._kinds.items() for _ in range(weight)]
+            self._deck = [name for name, (_, weight) in self._kinds.items() for _ in range(weight)]
             self._rng.shuffle(self._deck)
         name = self._deck.pop()
         self._scene.judge.counts[name] += 1
@@ -70,7 +75,7 @@ class Disturbances:
     def _prefill(self) -> str:
         return self._rng.choice(self._scene.fleet.ids(Role.PREFILL))
 
-    async def _kill(self, name: str) -> str:
+    async def _restart(self, name: str, number: signal.Signals) -> str:
         scene = self._scene
         await scene.counters.update()
         excuses = name == ROUTER or name in scene.fleet.ids(Role.DECODE)
@@ -78,13 +83,17 @@ class Disturbances:
         scene.judge.outages.append(outage)
         self.absent.add(name)
         child = scene.fleet.child(name)
-        child.signal(signal.SIGKILL)
-        await child.wait(KILL_TIMEOUT_S)
+        child.signal(number)
+        try:
+            await child.wait(END_TIMEOUT_S)
+        except TimeoutError:
+            scene.judge.fault(Fault.HANG, f"{name} is still there {END_TIMEOUT_S:.0f} s after {number.name}")
+            await child.stop(grace_s=0)
         await asyncio.sleep(self._rng.random() ** 2 * LONGEST_ABSENCE_S)
         await scene.fleet.start(name)
         outage.ended_s = time.monotonic()
         self.absent.remove(name)
-        return f"{name} killed, back after {outage.ended_s - outage.began_s:.1f} s"
+        return f"{name} ended by {number.name}, back after {outage.ended_s - outage.began_s:.1f} s"
 
     async def _stop(self, name: str) -> str:
         seconds = self._rng.uniform(0.5, LONGEST_STOP_S)

@@ -12,7 +12,7 @@ from typing import Any
 from tests.soak.counters import Counters
 from tests.soak.judge import Fault, Judge
 
-KILLS = ("kill decode", "kill prefill", "kill registry", "kill router")
+ROLES = ("prefill", "decode", "registry", "router")
 
 
 def report(name: str, minutes: float, judge: Judge, counters: Counters) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def report(name: str, minutes: float, judge: Judge, counters: Counters) -> dict[
         "unproven_reads": counters.by_label("kvlease_borrower_unproven_reads_total"),
         "late_reads": int(counters.total("kvlease_borrower_late_reads_total")),
         "fallbacks": counters.by_label("kvlease_router_fallbacks_total"),
-        "kills": sum(judge.counts[kind] for kind in KILLS),
+        "restarts": {role: judge.counts[f"kill {role}"] + judge.counts[f"terminate {role}"] for role in ROLES},
         "counts": dict(judge.counts),
         "longest_request_s": round(judge.longest_s, 1),
         "largest_difference": judge.largest_difference,

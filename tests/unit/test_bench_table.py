@@ -38,6 +38,8 @@ def figure(value: float, budget: Budget | None) -> Figure:
         (0.80, at_least(0.80), Verdict.OK),
         (0.79, at_least(0.80), Verdict.OVER),
         (1e9, None, Verdict.FOR_INFORMATION),
+        (1e9, at_most(goal=1.0), Verdict.FOR_INFORMATION),
+        (0.81, at_least(0.80, goal=0.90), Verdict.OK),
     ],
 )
 def test_verdict(value: float, budget: Budget | None, verdict: Verdict) -> None:
@@ -82,7 +84,7 @@ def test_a_run_is_good_if_everything_was_measured_and_held(
     assert Report(quick=False, seconds=1.0, load=0.0, figures=figures, skipped=skipped).kept is kept
 
 
-@pytest.mark.parametrize("budget", [None, at_most(2.0), at_least(0.8), at_least(0.4, goal=0.8)])
+@pytest.mark.parametrize("budget", [None, at_most(2.0), at_least(0.8), at_least(0.4, goal=0.8), at_most(goal=2.0)])
 def test_json_says_all(budget: Budget | None) -> None:
     original = figure(1.5, budget)
     assert decode(json.loads(json.dumps(encode(original)))) == original

@@ -135,12 +135,62 @@ def test_headers_name_a_conversation() -> None:
         from_headers({"x-kvlease-conversation": "not an id"})
 
 
-def test_recent_names_keep_what_is_used_and_the_newest_naming_wins() -> None:
+def taken(names: RecentNames, alias: Alias) -> tuple[str, bool] | None:
+    found = names.take(alias)
+    return None if found is None else (found.conversation, found.continues)
+
+
+ONE, TWO, THREE = (Alias(bytes([i]) * 16) for i in range(3))
+C1, C2, C3 = (ConversationId(f"c{i}") for i in (1, 2, 3))
+
+
+def test_recent_names_keep_what_is_used() -> None:
     names = RecentNames(limit=2)
-    one, two, three = (Alias(bytes([i]) * 16) for i in range(3))
-    names.name(ConversationId("c1"), [one, two])
-    names.name(ConversationId("c2"), [two])
-    assert names.find(one) == "c1"
-    names.name(ConversationId("c3"), [three])
-    assert [names.find(x) for x in (one, two, three)] == ["c1", None, "c3"], "the one not used for longest goes"
-    assert len(names) == 2
+    names.name(C1, [ONE, TWO])
+    assert taken(names, ONE) == ("c1", True)
+    names.name(C3, [THREE])
+    assert [taken(names, x) for x in (ONE, TWO, THREE)] == [("c1", True), None, ("c3", True)]
+    assert len(names) == 2, "the one not used for longest goes"
+
+
+def test_chats_that_are_alike_get_a_conversation_each() -> None:
+    names = RecentNames(limit=9)
+    for conversation in (C1, C2, C3):
+        names.name(conversation, [ONE])
+    assert {taken(names, ONE) for _ in range(3)} == {("c1", True), ("c2", True), ("c3", True)}
+
+
+def test_what_is_left_are_branches_of_the_newest_until_it_has_enough_of_them() -> None:
+    names = RecentNames(limit=9)
+    names.name(C1, [ONE])
+    assert [taken(names, ONE) for _ in range(8)] == [("c1", True)] * 8
+    assert [taken(names, ONE) for _ in range(2)] == [("c1", False)] * 2
+    names.name(C2, [ONE])
+    assert [taken(names, ONE) for _ in range(8)] == [("c2", True)] * 8
+    assert taken(names, ONE) == ("c2", False)
+
+
+def test_a_turn_that_came_to_nothing_leaves_its_conversation_to_the_next_try() -> None:
+    names = RecentNames(limit=9)
+    names.name(C1, [ONE])
+    names.name(C2, [ONE])
+    assert taken(names, ONE) == ("c2", True)
+    names.give_back(ONE, C2)
+    assert {taken(names, ONE) for _ in range(2)} == {("c1", True), ("c2", True)}
+
+
+def test_a_name_that_another_router_gave_is_taken_once_it_is_used() -> None:
+    names = RecentNames(limit=1)
+    names.name(C1, [ONE])
+    names.taken(TWO, C2)
+    assert taken(names, ONE) is None
+    names.taken(TWO, C3)
+    assert [taken(names, TWO) for _ in range(8)] == [("c2", True)] * 7 + [("c2", False)]
+
+
+def test_the_conversations_of_one_alias_are_bounded() -> None:
+    names = RecentNames(limit=1)
+    for number in range(1_000):
+        names.name(ConversationId(f"c{number}"), [ONE, ONE])
+    found = {taken(names, ONE) for _ in range(256)}
+    assert found == {(f"c{number}", True) for number in range(744, 1_000)}

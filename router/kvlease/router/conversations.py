@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
@@ -24,6 +25,10 @@ FOREIGN_HEADER: Final = "x-conversation-id"
 """Set by other gateways; used if it happens to be a legal id."""
 
 _THOUGHT_END: Final = "</think>"
+_ALIKE: Final = 256
+"""Conversations that are alike so far and wait for their next turn, remembered for one alias."""
+_BRANCHES: Final = 8
+"""Leases of one conversation that live side by side, a registry's default: more would end the earlier ones."""
 
 
 def from_headers(headers: Mapping[str, str]) -> ConversationId | None:
@@ -66,8 +71,30 @@ class AliasChain:
         return Alias(_step(self._head, _canonical(answer)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What an alias gave a turn. Unless it `continues` the conversation, it only finds leases of its history there."""
+
+    conversation: ConversationId
+    continues: bool
+
+
+@dataclass(slots=True)
+class _Named:
+    newest: ConversationId
+    free: list[ConversationId]
+    """Those that no turn has gone on with."""
+    branches: int = 0
+    """Turns that went on with the newest although another one had."""
+
+
 class RecentNames:
     """The aliases that this router named lately, at most `limit`; the one not used for longest goes first.
+
+    Chats that are alike so far share an alias and have a conversation each. An alias gives each conversation to one
+    turn, whichever, their contents being the same: else all agents of one template would become one conversation, whose
+    limit of branches ends leases. What is left is a retry or a branch: it goes on with the newest, and where that has
+    as many branches as a registry lets live side by side, begins a conversation of its own.
 
     Only the longest prefix of a chat is worth looking up here: another router may have named a longer one since.
     """
@@ -76,24 +103,49 @@ class RecentNames:
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._named: dict[Alias, ConversationId] = {}
+        self._named: dict[Alias, _Named] = {}
 
     def __len__(self) -> int:
         return len(self._named)
 
     def name(self, conversation: ConversationId, aliases: Sequence[Alias]) -> None:
-        """The newest naming of an alias wins."""
         for alias in aliases:
-            self._named.pop(alias, None)
-            self._named[alias] = conversation
+            self._offer(alias, conversation)
+
+    def take(self, alias: Alias) -> Taken | None:
+        """None: this router does not know the alias."""
+        named = self._named.pop(alias, None)
+        if named is None:
+            return None
+        self._named[alias] = named
+        if named.free:
+            return Taken(conversation=named.free.pop(), continues=True)
+        named.branches += 1
+        return Taken(conversation=named.newest, continues=named.branches < _BRANCHES)
+
+    def taken(self, alias: Alias, conversation: ConversationId) -> None:
+        """A turn goes on with a conversation that another router named."""
+        if alias not in self._named:
+            self._named[alias] = _Named(newest=conversation, free=[])
+            self._forget()
+
+    def give_back(self, alias: Alias, conversation: ConversationId) -> None:
+        """The turn that went on with it came to nothing."""
+        self._offer(alias, conversation)
+
+    def _offer(self, alias: Alias, conversation: ConversationId) -> None:
+        named = self._named.pop(alias, None) or _Named(newest=conversation, free=[])
+        if conversation != named.newest:
+            named.newest, named.branches = conversation, 0
+        if conversation not in named.free:
+            named.free.append(conversation)
+            del named.free[:-_ALIKE]
+        self._named[alias] = named
+        self._forget()
+
+    def _forget(self) -> None:
         while len(self._named) > self._limit:
             del self._named[next(iter(self._named))]
-
-    def find(self, alias: Alias) -> ConversationId | None:
-        conversation = self._named.pop(alias, None)
-        if conversation is not None:
-            self._named[alias] = conversation
-        return conversation
 
 
 def _step(head: bytes, part: Json) -> bytes:

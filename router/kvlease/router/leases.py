@@ -40,7 +40,7 @@ _RENEW_PAUSE_MS: Final = 1_000
 
 
 _RECENT_NAMES: Final = 65_536
-"""Aliases this router remembers to have named: some 12 MiB, and more turns than it serves while a lease lives."""
+"""Aliases this router remembers to have named: some 24 MiB, and more turns than it serves while a lease lives."""
 
 
 class RegistryState(StrEnum):
@@ -80,6 +80,8 @@ class Lookup:
 
     located: Located | None
     by: LocatedBy
+    conversation: ConversationId | None = None
+    """The one that it goes on with; None: it begins one."""
 
 
 _NOBODY: Final = Lookup(located=None, by=LocatedBy.NOBODY)
@@ -122,35 +124,49 @@ class Leases:
         return self._client is not None
 
     async def locate(self, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Lookup:
-        """Where the conversation's KV is. Nobody says if leases are off or nothing names it, or if a call fails."""
+        """Where the conversation's KV is. Nobody says if leases are off or nothing names it, or if a call fails.
+
+        A conversation found by an alias is the caller's: other turns of the same history get others, if there are any.
+        """
         if self._client is None:
             return _NOBODY
-        if conversation is None and not aliases:
-            self._count(LocatedBy.NOBODY, LocateOutcome.SKIPPED)
-            return _NOBODY
-        located = self._in_copy(conversation, aliases)
+        taken = None
+        if conversation is None:
+            if not aliases:
+                self._count(LocatedBy.NOBODY, LocateOutcome.SKIPPED)
+                return _NOBODY
+            taken = self._names.take(aliases[0])
+        asked = taken.conversation if taken is not None else conversation
+        goes_on = asked if taken is None or taken.continues else None
+        located = self._in_copy(asked) if asked is not None else None
         if located is not None:
             self._count(LocatedBy.COPY, LocateOutcome.HIT)
-            return Lookup(located=located, by=LocatedBy.COPY)
+            return Lookup(located=located, by=LocatedBy.COPY, conversation=goes_on)
         try:
             located = await self._client.locate(
                 self.tenant,
-                conversation=conversation,
-                aliases=() if conversation is not None else tuple(aliases),
+                conversation=asked,
+                aliases=() if asked is not None else tuple(aliases),
                 timeout_ms=self._locate_timeout_ms,
             )
         except KvleaseError as error:
             self._saw(error)
             self._count(LocatedBy.REGISTRY, LocateOutcome.FAILED)
             self._metrics.misses.labels(error.reason.value.lower()).inc()
-            return Lookup(located=None, by=LocatedBy.REGISTRY)
+            return Lookup(located=None, by=LocatedBy.REGISTRY, conversation=goes_on)
         self._saw(None)
+        if asked is None and located.conversation is not None:
+            goes_on = self._taken_elsewhere(aliases[0], located.conversation)
         if located.lease is None:
             self._count(LocatedBy.REGISTRY, LocateOutcome.MISS)
             self._metrics.misses.labels(located.reason or MissReason.UNKNOWN).inc()
         else:
             self._count(LocatedBy.REGISTRY, LocateOutcome.HIT)
-        return Lookup(located=located, by=LocatedBy.REGISTRY)
+        return Lookup(located=located, by=LocatedBy.REGISTRY, conversation=goes_on)
+
+    def give_back(self, conversation: ConversationId, alias: Alias) -> None:
+        """A turn that took the conversation by its alias was not served: the next try may have it."""
+        self._names.give_back(alias, conversation)
 
     def copy_report(self) -> CopyReport | None:
         """How the copy stands; None if there is none."""
@@ -218,15 +234,19 @@ class Leases:
         self._saw(None)
         return engines
 
-    def _in_copy(self, conversation: ConversationId | None, aliases: Sequence[Alias]) -> Located | None:
+    def _taken_elsewhere(self, alias: Alias, conversation: ConversationId) -> ConversationId | None:
+        """The conversation of a turn whose alias another router named; a turn of the same history may have it."""
+        before = self._names.take(alias)
+        if before is None:
+            self._names.taken(alias, conversation)
+            return conversation
+        return before.conversation if before.continues else None
+
+    def _in_copy(self, conversation: ConversationId) -> Located | None:
         now_ms = self._clock.now_ms()
         staleness_ms = self._copy.staleness_ms(now_ms)
         if not self._copy_staleness_ms or staleness_ms is None or staleness_ms > self._copy_staleness_ms:
             return None
-        if conversation is None:
-            conversation = self._names.find(aliases[0])
-            if conversation is None:
-                return None
         located = self._copy.locate(self.tenant, conversation, now_ms=now_ms)
         return located if located.lease is not None else None
 

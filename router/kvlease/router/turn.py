@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvlease.registry.values import ConversationId, LeaseView
+from kvlease.registry.values import Alias, ConversationId, LeaseView
 from kvlease.router.body import AloneReason, JsonObject, LeaseTerms, TurnBody
 from kvlease.router.conversations import AliasChain
 from kvlease.router.routes import Role, Target
@@ -51,6 +51,8 @@ class Turn:
     conversation: ConversationId
     chain: AliasChain | None
     """None if nothing is to be named."""
+    taken: Alias | None
+    """Gave it its conversation. None if a client named that, or it is new."""
     terms: LeaseTerms | None
     lender: Target | None
     lease: LeaseView | None

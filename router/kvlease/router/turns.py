@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from kvlease.registry.clock import Clock
 from kvlease.registry.telemetry import current_traceparent, link_from_traceparent
-from kvlease.registry.values import ConversationId, Located
+from kvlease.registry.values import Alias, ConversationId
 from kvlease.router.background import Background
 from kvlease.router.body import Endpoint, LeaseTerms
 from kvlease.router.client import Client, ClientGone, client_error, is_openai_error, relay
 from kvlease.router.conversations import AliasChain
 from kvlease.router.errors import InvalidRequest, RouterError
-from kvlease.router.leases import Leases
+from kvlease.router.leases import Leases, Lookup
 from kvlease.router.legs import Legs
 from kvlease.router.metrics import RouterMetrics
 from kvlease.router.routes import Role, Routes
@@ -78,6 +78,15 @@ class Turns:
 
     async def _serve(self, request: TurnRequest, client: Client, span: Span) -> TurnOutcome:
         turn = await self._begin(request, span)
+        outcome = TurnOutcome.FAILED
+        try:
+            outcome = await self._play(turn, client)
+            return outcome
+        finally:
+            if turn.taken is not None and outcome is not TurnOutcome.SERVED:
+                self._leases.give_back(turn.conversation, turn.taken)
+
+    async def _play(self, turn: Turn, client: Client) -> TurnOutcome:
         client.belongs_to(turn.conversation)
         if turn.alone is not None:
             self._legs.fell_back(turn, turn.alone)
@@ -111,10 +120,11 @@ class Turns:
         chain = None
         if leases.on and named is None and body.endpoint is Endpoint.CHAT:
             chain = AliasChain(leases.tenant, body.model, body.messages)
-        located = await self._locate(named, chain, span)
-        found = located.conversation if located is not None else None
+        aliases = chain.known() if chain is not None else ()
+        lookup = await self._locate(named, aliases, span)
+        located = lookup.located
         lease = located.lease if located is not None else None
-        conversation = named or found or ConversationId(secrets.token_hex(16))
+        conversation = named or lookup.conversation or ConversationId(secrets.token_hex(16))
         span.set_attribute("kvlease.conversation", conversation)
         terms = None
         if leases.on:
@@ -129,6 +139,7 @@ class Turns:
             request=request,
             conversation=conversation,
             chain=chain,
+            taken=aliases[0] if lookup.conversation is not None and aliases else None,
             terms=terms,
             lender=self._routes.lender(located),
             lease=lease,
@@ -136,18 +147,18 @@ class Turns:
             alone=body.alone,
         )
 
-    async def _locate(self, named: ConversationId | None, chain: AliasChain | None, turn: Span) -> Located | None:
+    async def _locate(self, named: ConversationId | None, aliases: Sequence[Alias], turn: Span) -> Lookup:
         if not self._leases.on:
-            return None
+            return await self._leases.locate(named, aliases)
         with quiet_span(self._tracer, "locate", SpanKind.INTERNAL) as span:
-            lookup = await self._leases.locate(named, chain.known() if chain is not None else ())
+            lookup = await self._leases.locate(named, aliases)
             span.set_attribute("kvlease.located_by", lookup.by)
             located = lookup.located
             if located is None:
-                return None
+                return lookup
             if located.lease is None:
                 span.set_attribute("kvlease.reason", str(located.reason))
-                return located
+                return lookup
             span.set_attribute("kvlease.tokens", located.lease.tokens)
             span.set_attribute("kvlease.remaining_ms", located.lease.remaining_ms)
             for at in (span, turn):
@@ -155,7 +166,7 @@ class Turns:
             lent = link_from_traceparent(located.lease.traceparent)
             if lent is not None:
                 turn.add_link(lent.context)
-            return located
+            return lookup
 
     async def _give_up(self, client: Client, failure: EngineFailure | None) -> TurnOutcome:
         """Passes on what the last engine said, if it said it the OpenAI way. Raises RouterError otherwise."""

@@ -28,8 +28,8 @@ from tests.ports import free_ports
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 LEASE_MS = 6_000
-GIVEN_BACK_S = 0.5
-"""From the deadline to the step that gives the blocks back, and to the metric that shows it."""
+SHOWN_S = 1.5
+"""From the deadline to the metric that says it: the lender's step, and a look at its pool each second."""
 QUESTION = "tell me about the river and the stone " * 40
 REUSED = re.compile(r"^kvlease_borrower_reused_tokens_total (\S+)$", re.MULTILINE)
 LEASED = re.compile(r"^kvlease_lender_leased_blocks(?:\{.*\})? (\S+)$", re.MULTILINE)
@@ -162,7 +162,7 @@ async def test_turns_without_streaming_are_lent_as_well(served: Served) -> None:
 async def test_pins_follow_the_terms_of_the_lease_when_router_and_prefill_engine_are_killed(served: Served) -> None:
     """L4. Last in this file, since it kills what the others use; all of it is back at the end."""
     fleet = served.fleet
-    victims = (ROUTER, fleet.ids(Role.PREFILL)[0])
+    victims = (fleet.ids(Role.PREFILL)[0], ROUTER)
     async with OpenAIClient(fleet.prefill_url) as prefill, OpenAIClient(fleet.decode_url) as decode:
         others = await served.leased()
         asked_s = time.monotonic()
@@ -173,14 +173,14 @@ async def test_pins_follow_the_terms_of_the_lease_when_router_and_prefill_engine
             fleet.child(name).signal(signal.SIGKILL)
             await fleet.child(name).wait(5)
         seen: list[tuple[float, float, float]] = []
-        while not seen or seen[-1][0] < lent_s + LEASE_MS / 1_000 + 2.0:
+        while not seen or seen[-1][0] < lent_s + LEASE_MS / 1_000 + 2 * SHOWN_S:
             before_s = time.monotonic()
             await decode.complete(ids(4, seed=301), max_tokens=2, logprobs=False)  # a step
             seen.append((before_s, await served.leased() - others, time.monotonic()))
             await asyncio.sleep(0.1)
     whole = first.lent // BLOCK_TOKENS
     before = {leased for _, leased, after_s in seen if after_s < asked_s + LEASE_MS / 1_000}
-    after = {leased for before_s, leased, _ in seen if before_s > lent_s + LEASE_MS / 1_000 + GIVEN_BACK_S}
+    after = {leased for before_s, leased, _ in seen if before_s > lent_s + LEASE_MS / 1_000 + SHOWN_S}
     assert before == {whole}
     assert after == {0}
     for name in victims:

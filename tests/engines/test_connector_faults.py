@@ -26,6 +26,8 @@ from tests.ports import free_ports
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 READ_LIMIT_MS = 1_500
+HOLD_MS = 700
+"""From a READ's decision to its start, where a test wants to be between the two."""
 USAGE = re.compile(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", re.MULTILINE)
 
 
@@ -55,15 +57,19 @@ class Bench:
         return await self.count(f'kvlease_borrower_misses_total{{reason="{reason}"}}')
 
     async def settle(self, turns: Turns) -> None:
-        """Ends the conversation's leases and lets both engines take a step, then expects empty pools."""
+        """Ends the conversation's leases, then expects empty pools."""
         endpoint = self.fleet.registry_endpoint
         assert endpoint is not None
         async with RegistryClient(endpoint) as client:
             await client.end_conversation(DEFAULT_TENANT, ConversationId(turns.conversation))
+        await self.emptied(self.prefill, self.decode)
+
+    async def emptied(self, *engines: OpenAIClient) -> None:
+        """Lets engines take steps until all their blocks are free."""
         usage: list[float] = []
         for _ in range(40):
             usage = []
-            for engine in (self.prefill, self.decode):
+            for engine in engines:
                 await engine.complete(ids(4, seed=1), max_tokens=2, logprobs=False)
                 _, text = await engine.get("/metrics")
                 usage += [float(value) for value in USAGE.findall(text)]
@@ -125,8 +131,8 @@ async def test_a_stopped_lender_costs_a_prefill_and_its_late_read_is_kept_apart(
     turns, first = await first_turn(bench, seed=100)
     assert await borrow(turns, first) < 1e-4
     timeouts = await bench.misses("read_timeout")
-    reading = asyncio.create_task(borrow(turns, first, hold_ms=700))
-    await asyncio.sleep(0.35)  # decided, not read yet
+    reading = asyncio.create_task(borrow(turns, first, hold_ms=HOLD_MS))
+    await asyncio.sleep(HOLD_MS / 2_000)  # decided, not read yet
     bench.signal_lender(signal.SIGSTOP)
     try:
         assert await reading < 1e-4
@@ -186,18 +192,32 @@ async def test_a_client_that_leaves_the_decode_engine_still_leaves_its_lease(ben
 
 @pytest.mark.matrix(
     group="A borrow fails",
-    condition="lender killed, then restarted under its id",
+    condition="lender killed during the READ, then restarted under its id",
     lent="by the new incarnation",
     reused="nothing; new leases afterwards",
     freed="all",
     recomputed="all",
 )
-async def test_a_killed_lender_costs_a_prefill_and_a_restarted_one_lends_again(bench: Bench) -> None:
-    """H2: the same engine id, another incarnation. Last in this file: it replaces the engine."""
+async def test_a_lender_killed_during_a_read_costs_a_prefill_and_a_restarted_one_lends_again(bench: Bench) -> None:
+    """L2, H2: two READs are under way, and one client leaves; then the same engine id, another incarnation.
+
+    Last in this file: it replaces the engine.
+    """
     turns, first = await first_turn(bench, seed=130)
     assert await borrow(turns, first) < 1e-4
+    proven = await bench.count("kvlease_borrower_borrows_total")
+    reading, leaving = (asyncio.create_task(borrow(turns, first, hold_ms=HOLD_MS)) for _ in range(2))
+    await asyncio.sleep(HOLD_MS / 2_000)  # decided, not read yet
+    bench.signal_lender(signal.SIGSTOP)
+    await asyncio.sleep(HOLD_MS / 1_000)  # read, but nobody sends the bytes
     bench.signal_lender(signal.SIGKILL)
     await bench.fleet.child(bench.lender).wait(10)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert await reading < 1e-4
+    await bench.emptied(bench.prefill)
+    assert await bench.count("kvlease_borrower_borrows_total") == proven
+    assert await bench.count("kvlease_borrower_quarantined_blocks") == 0
     assert await borrow(turns, first) < 1e-4
     await bench.fleet.start(bench.lender)
     second = await turns.turn(first.history)

@@ -53,16 +53,16 @@ peers_venv = test -e $(PEERS_VENV)/bin/python || { echo 'installing Mooncake, if
 
 ##@ Use
 .PHONY: demo
-demo: engines  ## a conversation on real engines, with leases and without; prints what was saved
+demo: engines-venv  ## a conversation on real engines, with leases and without; prints what was saved
 	@$(PY) -m tests.demo
 
 .PHONY: bench
-bench: engines  ## latency and rate against a bare gRPC echo, also as out/bench.json; CHECK=1 fails on a missed budget
+bench: engines-venv  ## latency and rate against a bare gRPC echo, also as out/bench.json; CHECK=1 fails on a missed budget
 	@mkdir -p out
 	@$(PY) -m tests.bench --json out/bench.json $(if $(CHECK),--check)
 
 .PHONY: bench-ttft
-bench-ttft: engines  ## time to first token on real engines: computed, from a lease, stock's reuse, own cache; CHECK=1
+bench-ttft: engines-venv  ## time to first token on real engines: computed, from a lease, stock's reuse, own cache; CHECK=1
 	@mkdir -p out
 	@$(PY) -m tests.bench.ttft --json out/ttft.json $(if $(CHECK),--check)
 
@@ -79,7 +79,7 @@ soak: venv  ## MINUTES=10: the same by time; START=… repeats a run, else each 
 	@$(PY) -m tests.sim --minutes $(MINUTES) --workers $(WORKERS) $(if $(filter file,$(origin START)),,--start $(START))
 
 .PHONY: engines-soak
-engines-soak: engines  ## MINUTES=60 SEED=1: mixed chats on real engines under kills and cancels, each answer judged
+engines-soak: engines-venv  ## MINUTES=60 SEED=1: mixed chats on real engines under kills and cancels, each answer judged
 	@mkdir -p out
 	@$(PY) -m tests.soak --minutes $(if $(filter file,$(origin MINUTES)),60,$(MINUTES)) --seed $(SEED) --json out/engines-soak.json
 
@@ -94,19 +94,23 @@ fuzz: venv  ## MESSAGES=100000 SEED=1: random and broken messages to a registry;
 	@$(PY) -m tests.fuzz --messages $(MESSAGES) --seed $(SEED) $(if $(CHECK),--check)
 
 .PHONY: chaos
-chaos: engines | etcd  ## MINUTES=10 SEED=1: faults on real etcd, registries, lenders and borrowers, with a judge outside; fails if red
+chaos: engines-venv | etcd  ## MINUTES=10 SEED=1: faults on real etcd, registries, lenders and borrowers, with a judge outside; fails if red
 	@$(PY) -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 .PHONY: failover
-failover: engines | etcd  ## how long after each kind of fault the next good resolve and accepted publish come; CHECK=1
+failover: engines-venv | etcd  ## how long after each kind of fault the next good resolve and accepted publish come; CHECK=1
 	@mkdir -p out
 	@$(peers_venv)
 	@$(PY) -m tests.chaos.failover --json out/failover.json --mooncake $(PEERS_VENV)/bin/python $(if $(CHECK),--check)
 
 ##@ Develop
 .PHONY: test
-test: engines | etcd deploy-tools  ## the whole suite, real engines included; ARGS='-k name' for a part
+test: engines-venv | etcd deploy-tools  ## the whole suite, real engines included; ARGS='-k name' for a part
 	@$(PY) -m pytest $(ARGS)
+
+.PHONY: engines
+engines: engines-venv  ## the part of it that needs vLLM: real engines, and its scheduler and worker in-process
+	@$(PY) -m pytest tests/engines $(ARGS)
 
 .PHONY: check
 check: venv proto-check  ## lint, format, types, layers, generated code
@@ -147,8 +151,8 @@ generate = $(call protoc,$(1)) proto/kvlease/etcdv3/*.proto proto/kvlease/v1/sto
 .PHONY: venv
 venv: $(VENV)/.kvlease  ## environment with kvlease (editable) and the development tools
 
-.PHONY: engines
-engines: $(VENV)/.engines $(VENV)/.kvlease | libraries  ## the same, with vLLM and NIXL for CPUs
+.PHONY: engines-venv
+engines-venv: $(VENV)/.engines $(VENV)/.kvlease | libraries  ## the same, with vLLM and NIXL for CPUs
 
 .PHONY: clean
 clean:  ## remove the environment, caches and everything generated on the way

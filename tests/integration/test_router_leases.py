@@ -37,6 +37,8 @@ from tests.integration.router_peers import (
 
 ASK = {"role": "user", "content": "Hi?"}
 ANSWER = {"role": "assistant", "content": "Hello there"}
+MAX_BRANCHES = 8
+"""Of a conversation, as a registry has it by default."""
 MORE = {"role": "user", "content": "And?"}
 
 
@@ -121,6 +123,19 @@ async def test_chats_with_one_opener_and_one_first_answer_stay_apart(behind_two:
             assert await turn(http, routers[(i + 1) % len(routers)], body(*history)) == conversation
 
 
+async def test_more_branches_than_live_side_by_side_begin_conversations_of_their_own() -> None:
+    """Seen by a router that did not name the conversation: it has to remember that others went on with it."""
+    async with two_routers() as ([first, second], http, _, _):
+        conversation = await turn(http, first, body(ASK))
+        await until(lambda: named(first) == 1)
+        branches = [
+            await turn(http, second, body(ASK, ANSWER, {"role": "user", "content": str(i)}))
+            for i in range(MAX_BRANCHES + 2)
+        ]
+        assert branches[:MAX_BRANCHES] == [conversation] * MAX_BRANCHES
+        assert len({conversation, *branches[MAX_BRANCHES:]}) == 3
+
+
 async def test_a_turn_that_failed_leaves_its_conversation_to_the_retry() -> None:
     prefill, decode = Engine(), Engine()
 
@@ -131,8 +146,9 @@ async def test_a_turn_that_failed_leaves_its_conversation_to_the_retry() -> None
         began = [await turn(http, router, body(ASK)) for _ in range(2)]
         await until(lambda: named(router) == 2)
         decode.script = full
-        async with http.post(url(router), json=body(ASK, ANSWER, MORE)) as answer:
-            assert answer.status == 429
+        for _ in range(2):
+            async with http.post(url(router), json=body(ASK, ANSWER, MORE)) as answer:
+                assert answer.status == 429
         decode.script = None
         again = [await turn(http, router, body(ASK, ANSWER, MORE)) for _ in range(2)]
         assert set(again) == set(began)

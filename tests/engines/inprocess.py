@@ -29,6 +29,7 @@ from tests.ports import free_port
 Params = Mapping[str, object]
 OUTPUT_TOKEN: Final = 7
 TOLD_S: Final = 10.0
+LISTEN_MS: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +243,7 @@ def desk(settings: DeskSettings) -> Iterator[Desk]:
     """Opens a scheduler with kvlease's side; everything it started has ended afterwards, and nothing is leaked."""
     from kvlease.connector.vllm_metadata import SealedHandshake
 
-    with silent_registry() as registry:
+    with silent_registry() as registry, _quick_listener():
         connector = {
             "kv_connector": "NixlConnector",
             "kv_connector_module_path": "kvlease.connector",
@@ -324,6 +325,40 @@ def _scheduler(settings: DeskSettings, connector: Params | None) -> Iterator[tup
             log_stats=True,
         )
         yield scheduler, get_request_block_hasher(BLOCK_TOKENS, hash_function)
+
+
+class _QuickSocket:
+    """A socket that waits LISTEN_MS at most."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+
+    def setsockopt(self, option: int, value: int) -> None:
+        import zmq
+
+        self._socket.setsockopt(option, min(value, LISTEN_MS) if option == zmq.RCVTIMEO else value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+@contextmanager
+def _quick_listener() -> Iterator[None]:
+    """Stock's side channel looks once a second whether it is to end, and ending a scheduler waits for it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler
+
+    stock = base_scheduler.zmq_ctx
+
+    @contextmanager
+    def quick(*args: Any) -> Iterator[_QuickSocket]:
+        with stock(*args) as socket:
+            yield _QuickSocket(socket)
+
+    base_scheduler.zmq_ctx = quick
+    try:
+        yield
+    finally:
+        base_scheduler.zmq_ctx = stock
 
 
 @contextmanager

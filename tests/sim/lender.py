@@ -353,7 +353,7 @@ class LenderParty(Party):
         return not self._makings.comes_back(why)
 
     def end_asked(self, lease_id: LeaseId, reason: EndReason) -> None:
-        self._promises.told_to_end(self, lease_id, reason)
+        self._promises.told_to_end(self, lease_id, reason, overdue=self.lifetimes.overdue(lease_id))
         self.carry_out(self.holder.end(lease_id, reason))
         self._checked()
         self._admit()

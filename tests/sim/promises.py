@@ -55,8 +55,10 @@ class Promises:
         caused = reason in _CAUSES or (reason == EndReason.EXPIRED.value and overdue)
         self._judge.expect(result.status is PublishStatus.ENDED and caused, Fault.LOST, why)
 
-    def told_to_end(self, lender: Lender, lease_id: LeaseId, reason: EndReason) -> None:
-        self._judge.expect(reason in _CAUSES, Fault.LOST, f"{lender.name}: {lease_id} is to end: {reason.value}")
+    def told_to_end(self, lender: Lender, lease_id: LeaseId, reason: EndReason, *, overdue: bool) -> None:
+        """`overdue`: the lease was past its deadline, and so is the reason of an end that somebody asked for then."""
+        caused = reason in _CAUSES or (reason is EndReason.EXPIRED and overdue)
+        self._judge.expect(caused, Fault.LOST, f"{lender.name}: {lease_id} is to end: {reason.value}")
 
     def session_over(self, why: KvleaseError) -> None:
         self._judge.counts[f"closed_{why.reason.value.lower()}"] += 1

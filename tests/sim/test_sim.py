@@ -14,7 +14,12 @@ from tests.sim.campaign import ENOUGH_SEEDS, How, campaign
 from tests.sim.judge import Fault
 from tests.sim.simulation import run_seed
 
-REGRESSIONS: Final[tuple[int, ...]] = ()
+REGRESSIONS: Final[tuple[int, ...]] = (
+    3_000_485,  # leases written for an incarnation that was replaced and came back: in the store for ever
+    3_002_089,  # the same, the hello overtaken several times
+    3_002_515,  # the same, seen by a replica that was restarted while the other incarnation was there
+    3_001_310,  # the judge: an end asked for past the deadline is told as expired
+)
 """Seeds that once went red, each with the fault it found."""
 
 

@@ -76,7 +76,6 @@ class EngineState:
         "leases",
         "presenting",
         "session",
-        "strays",
         "suspect_told",
         "tallies",
         "total_blocks",
@@ -116,8 +115,6 @@ class EngineState:
         self.awaited_ms: int | None = None
         """`hello_ms` of the newest hello taken here, while its place in the store's order is not known. A time and no
         count: the store may make one write of several."""
-        self.strays: tuple[LeaseId, ...] = ()
-        """Leases of earlier incarnations that were written meanwhile; to be cleared away if ours turns out later."""
         self.suspect_told = False
         self.announce: deque[LeaseId] = deque()
         """Leases whose watchers are still to be told of `suspect_told`."""

@@ -38,6 +38,9 @@ from kvlease.registry.table_ledger import INFERRED, Ledger
 from kvlease.registry.table_roster import Roster
 from kvlease.registry.values import EndReason, EngineId, LeaseId, TenantId
 
+MAX_PASSED_OVER: Final = 65_536
+"""Leases in the store that are not taken in, remembered in case their engines come; the oldest is forgotten first."""
+
 
 class Replicas:
     """The other replicas' part in the table."""
@@ -46,6 +49,7 @@ class Replicas:
         self._ledger: Final = ledger
         self._roster: Final = roster
         self._aliases: Final = aliases
+        self._passed_over: Final[dict[LeaseId, EngineId]] = {}
 
     def beats(self, now_ms: int) -> tuple[EngineBeat, ...]:
         """What the other replicas are to know of the lenders whose sessions are here."""
@@ -97,6 +101,7 @@ class Replicas:
         """
         draft = Draft()
         pending = tuple(pending)
+        self._passed_over.clear()  # what is still in the store comes again
         self._recount(pending, {x.put.engine.engine_id: x.put for x in view.engines if x.own})
         corrections: list[StoreChange] = []
         stored: dict[LeaseId, LeasePut] = {x.publication.lease_id: x for x in view.leases}
@@ -181,7 +186,7 @@ class Replicas:
             state.awaited_ms = None
         if state.awaited_ms is not None:
             return ()
-        strays, state.strays = state.strays, ()
+        strays = self._take_passed_over(put.engine.engine_id)
         lost = EndReason.LENDER_LOST
         ended, held = self._ledger.ended, self._ledger.index.by_id
         return tuple(LeaseGone(lease_id=x, reason=ended.reason(x) or lost) for x in strays if x not in held)
@@ -269,13 +274,16 @@ class Replicas:
         lease_id = publication.lease_id
         state = self._roster.engines.get(put.engine_id)
         lease: HeldLease | None = self._ledger.index.by_id.get(lease_id)
+        self._passed_over.pop(lease_id, None)
         if state is None:
-            return ()  # of an engine that is gone: the store clears it away
+            self._pass_over(put)  # of an engine that is gone: the store clears it away, or it comes back
+            return ()
         if state.engine.incarnation != put.incarnation:
             if state.elsewhere:
+                self._pass_over(put)
                 return ()
             if state.awaited_ms is not None:
-                state.strays = (*state.strays, lease_id)
+                self._pass_over(put)
                 return ()
             return (LeaseGone(lease_id=lease_id, reason=EndReason.LENDER_LOST),)  # its incarnation was fenced here
         if lease is not None and lease.holder is not state and lease.generation < lease.holder.valid_from:
@@ -286,7 +294,7 @@ class Replicas:
                 mine = self._ledger.put(lease)
                 return () if mine.publication == publication else (mine,)
             if state.awaited_ms is not None:
-                state.strays = (*state.strays, lease_id)
+                self._pass_over(put)
                 return ()
             reason = self._ledger.over(lease_id) or self._ledger.ended.reason(lease_id) or EndReason.LENDER_LOST
             return (LeaseGone(lease_id=lease_id, reason=reason),)
@@ -298,7 +306,20 @@ class Replicas:
         self._ledger.copy(draft, publication, state, now_ms)
         return ()
 
+    def _pass_over(self, put: LeasePut) -> None:
+        """In the store and not taken in. If its engine is or comes here and does not present it, it is to go."""
+        while len(self._passed_over) >= MAX_PASSED_OVER:
+            del self._passed_over[next(iter(self._passed_over))]
+        self._passed_over[put.publication.lease_id] = put.engine_id
+
+    def _take_passed_over(self, engine_id: EngineId) -> list[LeaseId]:
+        found = [lease_id for lease_id, of in self._passed_over.items() if of == engine_id]
+        for lease_id in found:
+            del self._passed_over[lease_id]
+        return found
+
     def _let_go(self, draft: Draft, gone: LeaseGone, now_ms: int, *, expired: bool) -> Iterable[StoreChange]:
+        self._passed_over.pop(gone.lease_id, None)
         lease: HeldLease | None = self._ledger.index.by_id.get(gone.lease_id)
         if lease is None:
             if not expired:

@@ -24,7 +24,7 @@ from tests.bench import engine_yardstick
 from tests.bench.effort import FULL, QUICK, Effort
 from tests.bench.engine_stage import MadeTurn, Stage
 from tests.bench.engine_yardstick import Yardstick
-from tests.bench.figures import Budget, Figure, Unit, at_most, encode, quantile
+from tests.bench.figures import Budget, Figure, Unit, at_most, encode, over_calls, quantile
 from tests.bench.payloads import BLOCK_TOKENS, STRIDE_TOKENS, TOKENS
 from tests.bench.served import say
 
@@ -101,15 +101,8 @@ class Timed:
         ]
 
     def _figure(self, which: str, share: float) -> Figure:
-        return Figure(
-            section=self._section,
-            name=f"{self._name}, {which}",
-            unit=Unit.MICROSECONDS,
-            value=quantile(self._wall_us, share),
-            low=quantile(self._wall_us, 0.25),
-            high=quantile(self._wall_us, 0.75),
-            note=f"CPU {quantile(self._cpu_us, share):,.0f} us, {len(self._wall_us)} calls",
-        )
+        note = f"CPU {quantile(self._cpu_us, share):,.0f} us, {len(self._wall_us)} calls"
+        return over_calls(self._section, f"{self._name}, {which}", Unit.MICROSECONDS, self._wall_us, share, note=note)
 
 
 def lender_hooks(stage: Stage, effort: Effort) -> list[Timed]:

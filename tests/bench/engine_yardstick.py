@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from tests.bench.figures import Figure, Unit, quantile
+from tests.bench.figures import Figure, Unit, over_calls, quantile
+from tests.engines.engine import BLOCK_TOKENS
 from tests.engines.inprocess import DeskSettings, Played, tokens, without_connector
 
 SECTION: Final = "vLLM's own part of an engine step"
@@ -19,6 +20,8 @@ RUNNING: Final = 32
 """Requests in the batch."""
 PROMPT_TOKENS: Final = 1_024
 WARM_STEPS: Final = 50
+ROOM: Final = 8
+"""Times the prompts' blocks: for all that is decoded after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,22 +38,16 @@ class Yardstick:
         return [self._figure("p50", 0.5), self._figure("p99", 0.99)]
 
     def _figure(self, which: str, share: float) -> Figure:
-        return Figure(
-            section=SECTION,
-            name=f"decode step of {RUNNING} requests, no connector, {which}",
-            unit=Unit.MICROSECONDS,
-            value=quantile(self.samples_us, share),
-            low=quantile(self.samples_us, 0.25),
-            high=quantile(self.samples_us, 0.75),
-            note=f"{len(self.samples_us)} steps",
-        )
+        name = f"decode step of {RUNNING} requests, no connector, {which}"
+        note = f"{len(self.samples_us)} steps"
+        return over_calls(SECTION, name, Unit.MICROSECONDS, self.samples_us, share, note=note)
 
 
 def measure(steps: int, sleep_s: float) -> Yardstick:
     """Times `steps` decode steps, `sleep_s` between two of them."""
     settings = DeskSettings(
         role="kv_both",
-        blocks=4 * RUNNING * PROMPT_TOKENS // 16,
+        blocks=ROOM * RUNNING * PROMPT_TOKENS // BLOCK_TOKENS,
         max_batched_tokens=RUNNING * PROMPT_TOKENS,
         max_model_len=16_384,
         engine={"max_num_seqs": RUNNING},

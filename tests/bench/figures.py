@@ -103,6 +103,19 @@ def over_rounds(
     )
 
 
+def over_calls(section: str, name: str, unit: Unit, calls: Sequence[float], share: float, *, note: str = "") -> Figure:
+    """The quantile `share` of single calls, with the quartiles of all of them."""
+    return Figure(
+        section=section,
+        name=name,
+        unit=unit,
+        value=quantile(calls, share),
+        low=quantile(calls, 0.25),
+        high=quantile(calls, 0.75),
+        note=note,
+    )
+
+
 def encode(figure: Figure) -> dict[str, object]:
     """As it stands in the JSON file; `verdict` is there for readers and ignored by `decode`."""
     budget = figure.budget

@@ -164,7 +164,7 @@ class Leases:
             self._count(LocatedBy.REGISTRY, LocateOutcome.HIT)
         return Lookup(located=located, by=LocatedBy.REGISTRY, conversation=goes_on)
 
-    def give_back(self, conversation: ConversationId, alias: Alias) -> None:
+    def give_back(self, alias: Alias, conversation: ConversationId) -> None:
         """A turn that took the conversation by its alias was not served: the next try may have it."""
         self._names.give_back(alias, conversation)
 

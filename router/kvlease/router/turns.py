@@ -84,7 +84,7 @@ class Turns:
             return outcome
         finally:
             if turn.taken is not None and outcome is not TurnOutcome.SERVED:
-                self._leases.give_back(turn.conversation, turn.taken)
+                self._leases.give_back(turn.taken, turn.conversation)
 
     async def _play(self, turn: Turn, client: Client) -> TurnOutcome:
         client.belongs_to(turn.conversation)

@@ -31,6 +31,8 @@ _OF_REPLICAS: Final = (
 )
 MUST_HAPPEN: Final = ("used", "refused", "overlap", "moved", "renewal_at_limit", *_OF_REPLICAS)
 _CHUNK: Final = 50
+_IN_FULL: Final = 5
+"""So many red seeds are told with what they found and how to repeat them, the others on one line each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +90,10 @@ class Tally:
 
     def report(self) -> Iterator[str]:
         """Lines for people; on failure the seed and how to repeat it come first."""
-        for outcome in self.red[:5]:
+        for outcome in self.red[:_IN_FULL]:
             yield f"seed {outcome.seed}: {self.how.command(outcome.seed)}"
             yield from (f"    {violation}" for violation in outcome.violations[:5])
+        yield from (f"seed {outcome.seed}: {outcome.violations[0]}" for outcome in self.red[_IN_FULL:])
         if self.missing():
             yield f"the faults did not bite: never {', '.join(self.missing())} in {self.seeds} seeds"
         yield f"{self.seeds} seeds, {self.steps} steps, {len(self.red)} red, agreed within {self.agreed_ms} ms"

@@ -91,23 +91,27 @@ class RegistryParty(Registry):
         self.lies = 0
         self.table = makings.table(self._limits)
         self._served: dict[SessionId, _Served] = {}
+        self._accepted: list[_Served] = []
+        """Those whose hello is on its way as well."""
 
     def start(self) -> None:
         """A new life: an empty table."""
         self.table = self.makings.table(self._limits)
         self._served = {}
+        self._accepted = []
         self._tick()
 
     def crash(self) -> None:
         """The process is gone: nothing is remembered, and every line breaks."""
         self.up = False
-        for served in self._served.values():
+        for served in self._accepted:
             served.line.close()
 
     # -- lenders --------------------------------------------------------------------------------------------------
 
     def accept(self, line: SessionLine) -> None:
         served = _Served(line)
+        self._accepted.append(served)
         line.on_up = lambda numbered: self._serve(served, numbered)
         line.on_server_closed = lambda: self._leave(served)
 
@@ -184,6 +188,8 @@ class RegistryParty(Registry):
 
     def _leave(self, served: _Served) -> None:
         served.over = True
+        if served in self._accepted:
+            self._accepted.remove(served)
         if served.session is not None and self._served.pop(served.session, None) is not None:
             self.table.disconnect(served.session)
 

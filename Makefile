@@ -79,9 +79,9 @@ soak: venv  ## MINUTES=10: the same by time; START=… repeats a run, else each 
 	@$(PY) -m tests.sim --minutes $(MINUTES) --workers $(WORKERS) $(if $(filter file,$(origin START)),,--start $(START))
 
 .PHONY: engines-soak
-engines-soak: engines-venv  ## MINUTES=60 SEED=1: mixed chats on real engines under kills and cancels, each answer judged
+engines-soak: engines-venv  ## MINUTES=60 SEED=1: mixed chats on real engines under kills and cancels, each answer judged; RESTARTS=20: only restarts
 	@mkdir -p out
-	@$(PY) -m tests.soak --minutes $(if $(filter file,$(origin MINUTES)),60,$(MINUTES)) --seed $(SEED) --json out/engines-soak.json
+	@$(PY) -m tests.soak --minutes $(if $(filter file,$(origin MINUTES)),60,$(MINUTES)) --seed $(SEED) --json out/engines-soak.json $(if $(RESTARTS),--restarts $(RESTARTS) --phases 1P1D --every 6)
 
 .PHONY: bench-peers
 bench-peers: venv  ## the same write and read on etcd, Redis and Mooncake, as far as they are installed; CHECK=1 wants all

@@ -52,7 +52,7 @@ def tell(text: str) -> None:
 
 async def play(phase: Phase, minutes: float, options: argparse.Namespace, known: Reference) -> dict[str, Any]:
     """One phase; returns its report."""
-    judge = Judge()
+    judge, began_s = Judge(), time.monotonic()
     ports = connector_ports(phase)
     settings = fleet_settings(phase, ports, secrets.token_hex(3))
     tell(f"{phase.name}: starting {len(settings.engines)} engines, registry and router; logs in {settings.log_dir}")
@@ -72,24 +72,31 @@ async def play(phase: Phase, minutes: float, options: argparse.Namespace, known:
             count=options.clients,
             rate=options.rate,
         )
+        rng = random.Random(f"disturbances {options.seed} {phase.name}")
+        disturbances = Disturbances(scene, rng, restarts_only=bool(options.restarts))
         try:
-            await _until(60 * minutes, scene, players, known, options)
+            await _until(60 * minutes, scene, players, disturbances, known, options)
         except ChildFailed as error:
             judge.fault(Fault.DIED, str(error))
         await counters.update()
-    found = report(phase.name, minutes, judge, counters)
+    found = report(phase.name, (time.monotonic() - began_s) / 60, judge, counters, disturbances.restarts())
     for line in lines(found):
         tell(line)
     return found
 
 
-async def _until(seconds: float, scene: Scene, players: Players, known: Reference, options: argparse.Namespace) -> None:
+async def _until(
+    seconds: float,
+    scene: Scene,
+    players: Players,
+    disturbances: Disturbances,
+    known: Reference,
+    options: argparse.Namespace,
+) -> None:
     """Everything at once, until the time is up; then all leases end and the last look at the blocks."""
-    rng = random.Random(f"disturbances {options.seed} {scene.phase.name}")
-    disturbances = Disturbances(scene, rng)
     playing = asyncio.create_task(players.run())
     watching = asyncio.create_task(_watch(scene, disturbances))
-    disturbing = asyncio.create_task(_disturb(scene, disturbances, known, seconds, options.every))
+    disturbing = asyncio.create_task(_disturb(scene, disturbances, known, seconds, options))
     try:
         await asyncio.wait({playing, watching, disturbing}, return_when=asyncio.FIRST_COMPLETED)
         for task in (playing, watching, disturbing):
@@ -103,12 +110,21 @@ async def _until(seconds: float, scene: Scene, players: Players, known: Referenc
         await asyncio.gather(playing, watching, disturbing, return_exceptions=True)
 
 
-async def _disturb(scene: Scene, disturbances: Disturbances, known: Reference, seconds: float, every_s: float) -> None:
-    began_s = time.monotonic()
+async def _disturb(
+    scene: Scene, disturbances: Disturbances, known: Reference, seconds: float, options: argparse.Namespace
+) -> None:
+    began_s, every_s = time.monotonic(), options.every
+    restarts: int = options.restarts
+
+    def over() -> bool:
+        if restarts:
+            return min(disturbances.restarts().values()) >= restarts
+        return time.monotonic() - began_s >= seconds
+
     rng = random.Random(every_s)
     await asyncio.sleep(min(WARM_UP_S, seconds / 4))
     number = 0
-    while time.monotonic() - began_s < seconds:
+    while not over():
         done = await disturbances.again()
         number += 1
         await asyncio.sleep(rng.uniform(0.5, 1.5) * every_s / 3)
@@ -149,7 +165,8 @@ async def _watch(scene: Scene, disturbances: Disturbances) -> None:
 async def soak(options: argparse.Namespace) -> int:
     """All phases; returns the exit status."""
     phases = chosen(options.phases)
-    tell(f"seed {options.seed}, {options.minutes:g} minutes, phases {options.phases}, {options.rate:g} turns a second")
+    length = f"{options.restarts} restarts of each role" if options.restarts else f"{options.minutes:g} minutes"
+    tell(f"seed {options.seed}, {length}, phases {options.phases}, {options.rate:g} turns a second")
     known = await reference(options.seed, options.chats, tell)
     tell(f"{len(known.chats)} chats, {sum(map(len, known.chats))} turns in the reference")
     reports = [await play(phase, options.minutes / len(phases), options, known) for phase in phases]
@@ -177,6 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=4, help="clients at once (default 4)")
     parser.add_argument("--rate", type=float, default=1.0, help="turns a second of all clients (default 1)")
     parser.add_argument("--every", type=float, default=20, help="seconds between disturbances (default 20)")
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="instead of by time: nothing but restarts, so many of each role a phase"
+    )
     parser.add_argument("--nice", type=int, default=5, help="niceness of everything (default 5)")
     parser.add_argument("--json", type=Path, help="where the report goes as well")
     options = parser.parse_args(arguments)

@@ -29,6 +29,10 @@ LONGEST_ABSENCE_S: Final = 8.0
 END_TIMEOUT_S: Final = 20.0
 """From the signal that ends a process to its end. An engine that drains is to be gone within 10 s on a free machine."""
 
+ROLES: Final = ("prefill", "decode", "registry", "router")
+RESTARTS: Final = ("kill", "terminate")
+"""How a disturbance's name begins that restarts a process."""
+
 Disturbance = Callable[[], Awaitable[str]]
 """Does it, and returns what was done."""
 
@@ -36,7 +40,7 @@ Disturbance = Callable[[], Awaitable[str]]
 class Disturbances:
     """`again()` does the next one."""
 
-    def __init__(self, scene: Scene, rng: random.Random) -> None:
+    def __init__(self, scene: Scene, rng: random.Random, *, restarts_only: bool = False) -> None:
         self._scene = scene
         self._rng = rng
         self.absent: set[str] = set()
@@ -56,6 +60,8 @@ class Disturbances:
             "pause decode": (self._pause, 1),
             "drain decode": (self._drain, 1),
         }
+        if restarts_only:
+            self._kinds = {name: kind for name, kind in self._kinds.items() if name.startswith(RESTARTS)}
         self._deck: list[str] = []
 
     async def again(self) -> str:
@@ -66,6 +72,11 @@ class Disturbances:
         name = self._deck.pop()
         self._scene.judge.counts[name] += 1
         return await self._kinds[name][0]()
+
+    def restarts(self) -> Mapping[str, int]:
+        """How often a process of each role has been restarted so far."""
+        counts = self._scene.judge.counts
+        return {role: sum(counts[f"{how} {role}"] for how in RESTARTS) for role in ROLES}
 
     @property
     def _decode(self) -> str:

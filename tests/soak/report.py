@@ -6,16 +6,14 @@ No I/O. Invariant: `faults` holds everything that fails the run, so an empty lis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.soak.counters import Counters
 from tests.soak.judge import Fault, Judge
 
-ROLES = ("prefill", "decode", "registry", "router")
 
-
-def report(name: str, minutes: float, judge: Judge, counters: Counters) -> dict[str, Any]:
+def report(name: str, minutes: float, judge: Judge, counters: Counters, restarts: Mapping[str, int]) -> dict[str, Any]:
     """Closes the judge's book."""
     reused = counters.total("kvlease_borrower_reused_tokens_total")
     for hook, count in counters.by_label("kvlease_connector_faults_total").items():
@@ -37,7 +35,7 @@ def report(name: str, minutes: float, judge: Judge, counters: Counters) -> dict[
         "unproven_reads": counters.by_label("kvlease_borrower_unproven_reads_total"),
         "late_reads": int(counters.total("kvlease_borrower_late_reads_total")),
         "fallbacks": counters.by_label("kvlease_router_fallbacks_total"),
-        "restarts": {role: judge.counts[f"kill {role}"] + judge.counts[f"terminate {role}"] for role in ROLES},
+        "restarts": dict(restarts),
         "counts": dict(judge.counts),
         "longest_request_s": round(judge.longest_s, 1),
         "largest_difference": judge.largest_difference,

@@ -174,7 +174,7 @@ async def test_counters_are_summed_over_restarts(server: tuple[aiohttp.ClientSes
         await counters.update()
     assert counters.total(name) == 196
     judge = Judge()
-    assert report("a phase", 1.0, judge, counters)["reused_tokens"] == 196
+    assert report("a phase", 1.0, judge, counters, {})["reused_tokens"] == 196
     assert Fault.CONNECTOR in [fault for fault, _ in judge.faults]
 
 

@@ -35,11 +35,9 @@ from kvlease.registry.table_changes import (
 )
 from kvlease.registry.table_leases import HeldLease
 from kvlease.registry.table_ledger import INFERRED, Ledger
+from kvlease.registry.table_passed_over import PassedOver
 from kvlease.registry.table_roster import Roster
 from kvlease.registry.values import EndReason, EngineId, LeaseId, TenantId
-
-MAX_PASSED_OVER: Final = 65_536
-"""Leases in the store that are not taken in, remembered in case their engines come; the oldest is forgotten first."""
 
 
 class Replicas:
@@ -49,7 +47,7 @@ class Replicas:
         self._ledger: Final = ledger
         self._roster: Final = roster
         self._aliases: Final = aliases
-        self._passed_over: Final[dict[LeaseId, EngineId]] = {}
+        self._passed_over: Final = PassedOver()
 
     def beats(self, now_ms: int) -> tuple[EngineBeat, ...]:
         """What the other replicas are to know of the lenders whose sessions are here."""
@@ -186,7 +184,7 @@ class Replicas:
             state.awaited_ms = None
         if state.awaited_ms is not None:
             return ()
-        strays = self._take_passed_over(put.engine.engine_id)
+        strays = self._passed_over.take(put.engine.engine_id)
         lost = EndReason.LENDER_LOST
         ended, held = self._ledger.ended, self._ledger.index.by_id
         return tuple(LeaseGone(lease_id=x, reason=ended.reason(x) or lost) for x in strays if x not in held)
@@ -274,7 +272,7 @@ class Replicas:
         lease_id = publication.lease_id
         state = self._roster.engines.get(put.engine_id)
         lease: HeldLease | None = self._ledger.index.by_id.get(lease_id)
-        self._passed_over.pop(lease_id, None)
+        self._passed_over.discard(lease_id)
         if state is None:
             self._pass_over(put)  # of an engine that is gone: the store clears it away, or it comes back
             return ()
@@ -308,18 +306,10 @@ class Replicas:
 
     def _pass_over(self, put: LeasePut) -> None:
         """In the store and not taken in. If its engine is or comes here and does not present it, it is to go."""
-        while len(self._passed_over) >= MAX_PASSED_OVER:
-            del self._passed_over[next(iter(self._passed_over))]
-        self._passed_over[put.publication.lease_id] = put.engine_id
-
-    def _take_passed_over(self, engine_id: EngineId) -> list[LeaseId]:
-        found = [lease_id for lease_id, of in self._passed_over.items() if of == engine_id]
-        for lease_id in found:
-            del self._passed_over[lease_id]
-        return found
+        self._passed_over.add(put.publication.lease_id, put.engine_id)
 
     def _let_go(self, draft: Draft, gone: LeaseGone, now_ms: int, *, expired: bool) -> Iterable[StoreChange]:
-        self._passed_over.pop(gone.lease_id, None)
+        self._passed_over.discard(gone.lease_id)
         lease: HeldLease | None = self._ledger.index.by_id.get(gone.lease_id)
         if lease is None:
             if not expired:

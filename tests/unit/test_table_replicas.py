@@ -274,3 +274,42 @@ def test_what_expired_together_with_its_engine_is_written_again_once() -> None:
     assert [type(x) for x in stored] == [EnginePut, LeasePut]
     stored = take(home, lost, expired=True).stored
     assert [type(x) for x in stored] == [LeasePut]
+
+
+def test_a_lease_whose_engine_was_not_beside_it_in_the_store_is_written_again_after_its_engine() -> None:
+    """Whoever loaded then has passed it over, and would know of it only by hearing of it again."""
+    home, lender, other = pair()
+    lease = LeasePut(
+        engine_id=lender.engine.engine_id,
+        incarnation=lender.engine.incarnation,
+        publication=lender.lease(FIRST, "abc"),
+    )
+    without_engine = StoredView(leases=(lease,))
+    other.heard(other.table.replace(without_engine, (), now_ms=other.now_ms))
+    assert other.found("abc") is None
+    done = home.heard(home.table.replace(without_engine, (), now_ms=home.now_ms))
+    assert [type(x) for x in done.stored] == [EnginePut, LeasePut]
+    take(other, *done.stored)
+    other.table.apply(Batch(beats=home.table.beats(now_ms=home.now_ms)), now_ms=other.now_ms)
+    assert other.found("abc") == FIRST
+
+
+def test_what_we_took_out_of_the_store_does_not_stay_a_copy_because_its_engine_came_here_meanwhile() -> None:
+    """Its lender said hello here and left before it had presented anything: no other home would take it out."""
+    home, lender, _ = pair()
+    lender.hello()
+    take(home, put_of(lender), own=True)
+    gone = LeaseGone(lease_id=FIRST, reason=EndReason.LENDER_LOST)
+    assert not take(home, gone, own=True).stored
+    take(home, EnginePut(engine=lender.engine, now_lender_ms=lender.now_ms + 1))
+    assert home.found("abc") is None
+    assert home.ends() == {FIRST: EndReason.LENDER_LOST}
+
+
+def test_what_we_took_out_of_the_store_is_written_again_if_its_engine_has_presented_it_here_meanwhile() -> None:
+    home, lender, _ = pair()
+    lender.hello()
+    lender.snapshot(lender.lease(FIRST, "abc"))
+    gone = LeaseGone(lease_id=FIRST, reason=EndReason.LENDER_LOST)
+    assert [type(x) for x in take(home, gone, own=True).stored] == [LeasePut]
+    assert home.found("abc") == FIRST

@@ -66,7 +66,7 @@ class Replicas:
                 elif isinstance(change, LeasePut):
                     corrections.extend(self._confirm_lease(draft, change, now_ms))
                 elif isinstance(change, LeaseGone):
-                    self._confirm_lease_gone(draft, change, now_ms)
+                    corrections.extend(self._confirm_lease_gone(draft, change, now_ms))
                 elif isinstance(change, EndOwed):
                     corrections.extend(self._owe(draft, change, now_ms, own=True))
                 elif isinstance(change, EndHeard):
@@ -127,9 +127,10 @@ class Replicas:
         for owed in view.owed:  # before our own leases are written again
             corrections.extend(self._owe(draft, owed, now_ms))
         for lease in list(self._ledger.index.by_id.values()):
-            lease_id = lease.publication.lease_id
+            lease_id, engine = lease.publication.lease_id, lease.holder.engine
             put = stored.get(lease_id)
-            if put is not None and put.incarnation == lease.holder.engine.incarnation:
+            # Without its engine's key beside it, other replicas have passed it over.
+            if put is not None and put.incarnation == engine.incarnation == present.get(engine.engine_id):
                 continue
             if _is_ours(lease):
                 corrections.append(self._ledger.put(lease))
@@ -225,11 +226,19 @@ class Replicas:
             return ()  # its end is being written, or its home corrects
         return (LeaseGone(lease_id=lease_id, reason=self._ledger.ended.reason(lease_id) or EndReason.LENDER_LOST),)
 
-    def _confirm_lease_gone(self, draft: Draft, gone: LeaseGone, now_ms: int) -> None:
-        """What we took out of the store is no copy here, though its home may have written it in between."""
+    def _confirm_lease_gone(self, draft: Draft, gone: LeaseGone, now_ms: int) -> Iterable[StoreChange]:
+        """What we took out of the store is no copy here, though its home may have written it in between.
+
+        If the engine has come here meanwhile, what it has presented is written again. What it has not is no longer in
+        the store for its next home to take out.
+        """
         lease: HeldLease | None = self._ledger.index.by_id.get(gone.lease_id)
-        if lease is not None and lease.holder.elsewhere:
-            self._ledger.end(draft, lease, gone.reason, now_ms, push=False)
+        if lease is None:
+            return ()
+        if _is_ours(lease):
+            return (self._ledger.put(lease),)
+        self._ledger.end(draft, lease, gone.reason, now_ms, push=False)
+        return ()
 
     def _meet(self, draft: Draft, put: EnginePut, now_ms: int, *, heard: bool) -> Iterable[StoreChange]:
         """Another replica has this engine's session now, unless ours is the later one."""

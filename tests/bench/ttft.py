@@ -44,7 +44,8 @@ OF_OWN_CACHE = at_most(1.45, goal=1.25)
 the borrower computes, a third more than the others do; at 2 000 and 8 000 both end at the same token."""
 OF_OWN_CACHE_MEAN = at_most(1.25)
 """Over the contexts."""
-OF_STOCK = at_most(1.0)
+OF_STOCK = at_most(1.10, goal=1.0)
+"""A lease takes a resolve and a seal more, some 4 ms; medians of five rounds of equal work differ by more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,9 @@ class Verdicts:
 class Attacker:
     """One connection, one call at a time."""
 
-    def __init__(self, channel: grpc.aio.Channel, seed: int, verdicts: Verdicts) -> None:
+    def __init__(self, channel: grpc.aio.Channel, maker: Maker, verdicts: Verdicts) -> None:
         self._channel: Final = channel
-        self._maker: Final = Maker(seed)
+        self._maker: Final = maker
         self._verdicts: Final = verdicts
 
     async def call(self, rpc: str) -> None:
@@ -111,9 +111,9 @@ class Attacker:
         for seq in range(2, 2 + self._maker.count(SAID)):
             message = pb.SessionRequest()
             self._maker.say(message)
-            message.seq = seq if self._maker.choose(0.95) else seq + 1
+            message.seq = seq + 1 if self._maker.errs(0.05) else seq
             raws.append(message.SerializeToString())
-        return raws if self._maker.choose(0.9) else raws[1:]
+        return raws[1:] if self._maker.errs(0.1) else raws
 
     def _judge(self, rpc: str, error: grpc.aio.AioRpcError, raws: Sequence[bytes]) -> str:
         code = error.code()

@@ -45,14 +45,15 @@ RANGES: Final[Mapping[int, tuple[int, int]]] = {
 
 
 class Maker:
-    """Makes requests. Equal seeds make equal ones."""
+    """Makes requests. Equal seeds make equal ones. `well_formed`: only such as a client of ours could send."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, well_formed: bool = False) -> None:
         self._random: Final = random.Random(seed)
+        self._well_formed: Final = well_formed
 
     def make(self, rpc: str) -> bytes:
         """The bytes of one request."""
-        chance = self._random.random()
+        chance = 1.0 if self._well_formed else self._random.random()
         if chance < 0.001:
             return bytes(HUGE_BYTES)
         if chance < 0.05:
@@ -61,19 +62,23 @@ class Maker:
         if isinstance(message, pb.SessionRequest):
             self.say(message)
         else:
-            self._fill(message, 0, sane=self._random.random() < 0.6)
+            self._fill(message, 0, sane=not self.errs(0.4))
         raw = message.SerializeToString()
         return self._mutated(raw) if chance < 0.35 else raw
 
     def say(self, message: pb.SessionRequest) -> None:
         """What a lender could say after its hello."""
-        self._fill(message, 0, sane=self._random.random() < 0.7)
+        self._fill(message, 0, sane=not self.errs(0.3))
 
     def hello(self) -> pb.Hello:
         """A good one, of some engine of ours."""
         number = self._random.randrange(IDS)
         engine = pb.Engine(engine_id=f"fuzz-{number}", incarnation=bytes((number,)) * 16)
         return pb.Hello(engine=engine, now_lender_ms=self._random.choice((0, 10**6, 10**12)))
+
+    def errs(self, share: float) -> bool:
+        """True in so many of all cases, and never where all is to be well-formed."""
+        return not self._well_formed and self._random.random() < share
 
     def choose(self, share: float) -> bool:
         """True in so many of all cases."""

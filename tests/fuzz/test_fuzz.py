@@ -50,7 +50,7 @@ async def test_an_answer_without_a_reason_is_a_fault() -> None:
     verdicts = Verdicts()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            await Attacker(channel, 1, verdicts).call("Resolve")
+            await Attacker(channel, Maker(1), verdicts).call("Resolve")
     finally:
         await server.stop(0)
     faults: Sequence[str] = verdicts.faults

@@ -1,4 +1,4 @@
-"""The heap of a registry: what has survived a full collection is not looked at again.
+"""The heap of a registry: what has survived full collections is not looked at again once there is much of it.
 
 In a process of its own, since the collector is one for all.
 """
@@ -10,25 +10,41 @@ import sys
 
 SCRIPT = """
 import gc
-from kvlease.registry.heap import freeze_survivors
+import weakref
+from kvlease.registry.heap import MANY_SURVIVORS, freeze_survivors
+
+class Call:
+    def __init__(self):
+        self.itself = self
 
 freeze_survivors()
 freeze_survivors()
 frozen = gc.get_freeze_count()
-held = [[] for _ in range(1_000)]
+call = Call()
+gone = weakref.ref(call)
+few = [[] for _ in range(1_000)]
 gc.collect()
 print(gc.get_freeze_count() - frozen, len(gc.callbacks))
-cycle = []
-cycle.append(cycle)
+del call
+gc.collect()
+print(int(gone() is None))
+many = [[] for _ in range(MANY_SURVIVORS)]
+gc.collect()
+print(gc.get_freeze_count() - frozen)
+cycle = Call()
+gone = weakref.ref(cycle)
 del cycle
-print(gc.collect())
+gc.collect()
+print(int(gone() is None), MANY_SURVIVORS)
 """
 
 
-def test_survivors_of_a_full_collection_are_frozen_and_young_cycles_still_go() -> None:
+def test_many_survivors_are_frozen_and_cycles_that_lived_through_a_full_collection_still_go() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
-    grown, callbacks, collected = map(int, run.stdout.split())
-    assert grown >= 1_000, "what lived through a full collection"
+    grown, callbacks, gone, frozen, young_gone, many = map(int, run.stdout.split())
+    assert grown == 0, "a few are looked at again"
     assert callbacks == 1, "called twice, it freezes once"
-    assert collected >= 1, "a cycle made since"
+    assert gone, "a call that was open during a full collection, once it is over"
+    assert frozen >= many, "what a million leases are made of"
+    assert young_gone, "a cycle made since"

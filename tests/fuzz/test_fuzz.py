@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from tests.fuzz.attack import Attacker, Verdicts
-from tests.fuzz.campaign import run
+from tests.fuzz.campaign import Result, run
 from tests.fuzz.messages import RPCS, Maker
 
 MESSAGES = 2_000
@@ -25,6 +25,28 @@ async def test_whatever_is_sent_gets_a_typed_answer() -> None:
     assert {rpc for rpc, _ in result.verdicts.outcomes} == set(RPCS)
     reasons = {reason for _, reason in result.verdicts.outcomes}
     assert {"OK", "INVALID_ARGUMENT", "SESSION_GAP"} <= reasons, "good and bad messages alike get that far"
+
+
+def test_memory_that_is_kept_has_grown_and_memory_that_comes_and_goes_has_not() -> None:
+    def grown(*memory_bytes: int) -> int:
+        return Result(
+            verdicts=Verdicts(),
+            memory_bytes=memory_bytes,
+            alone_p99_ms=1.0,
+            busy_p99_ms=1.0,
+            beside_p99_ms=1.0,
+            honest_resolves=1,
+        ).grown_bytes
+
+    assert grown(10, 50, 30, 90, 35, 30, 200, 30) == 0
+    assert grown(*range(10, 50, 5)) == 20
+
+
+@pytest.mark.parametrize("rpc", RPCS)
+def test_well_formed_messages_are_messages(rpc: str) -> None:
+    maker = Maker(1, well_formed=True)
+    for _ in range(100):
+        RPCS[rpc].FromString(maker.make(rpc))
 
 
 @pytest.mark.parametrize("rpc", RPCS)

@@ -7,7 +7,7 @@ Invariant: every wait has a limit in virtual time; what is not so by then is a v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvlease.registry.errors import RegistryUnavailable
@@ -202,30 +202,16 @@ class Liveness:
 
     def _end_anywhere(self) -> None:
         """A lease that somebody ends at any replica is over at its lender, and everywhere."""
-        lender = self._clean_lender()
-        for place, replica in enumerate(self._sim.registries if lender is not None else ()):
-            assert lender is not None
-            lease_id = self._lend(lender, f"ended{place}", first_token=100 * place + 3_000)
-            if lease_id is None or lease_id not in replica.known(lender.engine_id):
-                continue  # no room for it, or not for long enough
-            order = EndOrder(tenant=_CLEAN, scope=EndScope.LEASE, target=lease_id, reason=EndReason.RELEASED)
+        for replica, lender, lease_id in self._lent_to_end("ended", first_token=3_000):
             acknowledged: list[LeaseId] = []
-            replica.end(order, acknowledged.extend)
+            replica.end(_released(lease_id), acknowledged.extend)
             self._world.run(self._world.now_ms + _ENDED_MS)
             self._judge.expect(acknowledged == [lease_id], Fault.UNDONE, f"{replica.name} does not end {lease_id}")
-            known = [x.name for x in self._sim.registries if lease_id in x.known(lender.engine_id)]
-            held = [*known, *([lender.name] if lease_id in lender.holder else [])]
-            self._judge.expect(not held, Fault.UNDONE, f"{lease_id}, ended at {replica.name}, is held by {held}")
+            self._is_over(lease_id, lender, replica)
 
     def _end_and_forget(self) -> None:
         """An end is acknowledged, and in that instant all replicas die: its lender hears of it from those that come."""
-        lender = self._clean_lender()
-        for place, replica in enumerate(self._sim.registries if lender is not None else ()):
-            assert lender is not None
-            lease_id = self._lend(lender, f"forgotten{place}", first_token=100 * place + 4_000)
-            if lease_id is None or lease_id not in replica.known(lender.engine_id):
-                continue  # no room for it, or not for long enough
-            order = EndOrder(tenant=_CLEAN, scope=EndScope.LEASE, target=lease_id, reason=EndReason.RELEASED)
+        for replica, lender, lease_id in self._lent_to_end("forgotten", first_token=4_000):
             acknowledged: list[LeaseId] = []
 
             def die(leases: Sequence[LeaseId], acknowledged: list[LeaseId] = acknowledged) -> None:
@@ -233,16 +219,28 @@ class Liveness:
                 for registry in self._sim.registries:
                     self._world.hardware(0, lambda registry=registry: self._sim.crash(registry))  # type: ignore[misc]
 
-            replica.end(order, die)
+            replica.end(_released(lease_id), die)
             self._wait_for(lambda acknowledged=acknowledged: bool(acknowledged))  # type: ignore[misc]
             self._judge.counts["ends_outlived_replicas"] += lease_id in lender.lifetimes.held
             self._world.run(self._world.now_ms + 1)
             self._wait_for(self._all_up, 1_000)
             self._world.run(self._world.now_ms + _SESSIONS_BACK_MS)
             self._agree()
-            known = [x.name for x in self._sim.registries if lease_id in x.known(lender.engine_id)]
-            held = [*known, *([lender.name] if lease_id in lender.holder else [])]
-            self._judge.expect(not held, Fault.UNDONE, f"{lease_id}, ended at {replica.name}, is held by {held}")
+            self._is_over(lease_id, lender, replica)
+
+    def _lent_to_end(self, name: str, *, first_token: int) -> Iterator[tuple[RegistryParty, LenderParty, LeaseId]]:
+        """For each replica a lease that it knows of; none if there was no room for it, or not for long enough."""
+        lender = self._clean_lender()
+        for place, replica in enumerate(self._sim.registries if lender is not None else ()):
+            assert lender is not None
+            lease_id = self._lend(lender, f"{name}{place}", first_token=100 * place + first_token)
+            if lease_id is not None and lease_id in replica.known(lender.engine_id):
+                yield replica, lender, lease_id
+
+    def _is_over(self, lease_id: LeaseId, lender: LenderParty, replica: RegistryParty) -> None:
+        known = [x.name for x in self._sim.registries if lease_id in x.known(lender.engine_id)]
+        held = [*known, *([lender.name] if lease_id in lender.holder else [])]
+        self._judge.expect(not held, Fault.UNDONE, f"{lease_id}, ended at {replica.name}, is held by {held}")
 
     def _renew_for_ever(self) -> None:
         """Somebody asks again and again to renew a lease: its blocks are back at its longest lifetime all the same."""
@@ -330,3 +328,8 @@ class Liveness:
             owed = [decode_end_owed(kv.value) for key, kv in kvs.items() if key.startswith(KEYS.ends)]
             names = [x.lease_id for x in owed if x.incarnation in drained]
             self._judge.expect(not names, Fault.LEAK, f"the store owes the ends of {names[:3]} to drained lenders")
+
+
+def _released(lease_id: LeaseId) -> EndOrder:
+    """What somebody says who needs a lease no longer."""
+    return EndOrder(tenant=_CLEAN, scope=EndScope.LEASE, target=lease_id, reason=EndReason.RELEASED)

@@ -138,6 +138,22 @@ async def test_an_expired_lease_of_etcds_is_had_anew(solo: Cluster, prefix: byte
         assert [change for change, _ in await take_changes(followed, 2)] == list(changes)
 
 
+async def test_a_transaction_that_was_not_done_is_not_taken_for_one_that_was(
+    solo: Cluster, prefix: bytes, etcd: EtcdClient
+) -> None:
+    """In a restored etcd a replica's batch key may have just the version that its next transaction would make."""
+    owner = engine_put()
+    async with store(solo, prefix) as mine, mine.follow() as followed:
+        await mine.commit((owner,))
+        (batch_key,) = (await etcd.get(prefix + b"batches/", end=prefix + b"batches0")).kvs
+        await etcd.put(batch_key.key, batch_key.value, lease=batch_key.lease)
+        changes = (lease_put("one", owner),)
+        with pytest.raises(RegistryUnavailable, match="did not take"):
+            await mine.commit(changes)
+        await mine.commit(changes)
+        assert [change for change, _ in await take_changes(followed, 2)] == [owner, *changes]
+
+
 async def test_compaction_while_away_means_load_again(solo: Cluster, prefix: bytes, etcd: EtcdClient) -> None:
     """A replica that is stopped while etcd forgets what it has not read is told, and finds everything when it loads."""
     owner = engine_put()

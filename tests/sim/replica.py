@@ -19,7 +19,8 @@ from tests.sim.etcd import Etcd
 from tests.sim.network import Network
 from tests.sim.plan import Plan
 from tests.sim.registry import RegistryParty
-from tests.sim.store import Cut, StoreEnd
+from tests.sim.store import StoreEnd
+from tests.sim.store_watch import Cut
 
 _RETRY_MS: Final = 10
 """Between two tries of a commit or a load."""
@@ -137,11 +138,11 @@ class ReplicaParty(RegistryParty):
             self._load_wanted, self._loading = False, True
             self.store.follow(self._loaded, self._take_in, self._load, self._not_loaded)
 
-    def _loaded(self, view: StoredView) -> None:
+    def _loaded(self, view: StoredView, kept: int) -> None:
         self._loading = False
         self.loads += 1
         waiting = (change for command in self._waiting for change in command.changes.stored)
-        pending = [*self._storing, *waiting]
+        pending = [*self._storing[kept:], *waiting]
         self.carry_out(self.table.replace(view, pending, now_ms=self.now_ms()))
         self._write()
 

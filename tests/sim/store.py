@@ -8,16 +8,16 @@ Invariant: commits of one writer take effect in order and once, as long as its b
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
+from itertools import count
 from typing import Final, TypeVar
 
 from kvlease.etcd import Changes as EtcdChanges
 from kvlease.etcd import KeyValue, LeaseId, PutOp, Revision
-from kvlease.registry.etcd_batches import MIN_SHARED_TTL_S, Owner, Parcel, own_batch_key, parcels
-from kvlease.registry.etcd_codec import Keys, encode_beats
+from kvlease.registry.etcd_batches import MIN_SHARED_TTL_S, Owner, Parcel, Unfinished, own_batch_key
+from kvlease.registry.etcd_codec import Keys, encode_beats, transaction_of
 from kvlease.registry.etcd_reader import EtcdReader
 from kvlease.registry.table_changes import Batch, EngineBeat, EngineGone, EnginePut, StoreChange, StoredView
 from kvlease.registry.values import EngineId, Incarnation
@@ -25,6 +25,7 @@ from kvlease.registry.values import EngineId, Incarnation
 from tests.sim.etcd import Entry, Etcd, LeaseOver
 from tests.sim.network import Network
 from tests.sim.plan import Plan
+from tests.sim.store_watch import Cut, Watch
 from tests.sim.world import Action, Party
 
 KEYS: Final = Keys("/kvlease/")
@@ -33,14 +34,6 @@ _TIMEOUT_MS: Final = 40
 _RETRY_MS: Final = 10
 
 Answer = TypeVar("Answer")
-
-
-class Cut:
-    """Until when each direction between one replica and the store is cut."""
-
-    def __init__(self) -> None:
-        self.to_store_ms = 0
-        self.from_store_ms = 0
 
 
 class StoreEnd:
@@ -60,7 +53,8 @@ class StoreEnd:
         self._keeping: Final[set[LeaseId]] = set()
         self._engines: Final[dict[EngineId, set[Incarnation]]] = {}
         self._written = 0
-        self._unfinished: tuple[Sequence[StoreChange], list[Parcel]] | None = None
+        self._transactions: Final = count(1)
+        self._unfinished: Unfinished | None = None
         self.watch: Watch | None = None
         self._keep_all()
 
@@ -68,22 +62,22 @@ class StoreEnd:
 
     def commit(self, changes: Sequence[StoreChange], done: Callable[[bool], None]) -> None:
         """`done` hears whether they are known to be kept; if not, the same list is to be committed again."""
-        if self._unfinished is None or self._unfinished[0] is not changes:
-            self._unfinished = changes, list(parcels(KEYS, self._writer, changes))
-        waiting = self._unfinished[1]
-        if not waiting:
+        unfinished = self._unfinished
+        if unfinished is None or unfinished.changes is not changes:
+            unfinished = self._unfinished = Unfinished(KEYS, self._writer, changes, self._transactions)
+        if unfinished.parcel is None:
             self._unfinished = None
             done(True)
             return
 
         def sent(kept: bool) -> None:
             if kept:
-                del waiting[0]
+                unfinished.go_on()
                 self.commit(changes, done)
             else:
                 done(False)
 
-        self._send(waiting[0], sent)
+        self._send(unfinished.parcel, sent)
 
     def beat(self, number: int, beats: Sequence[EngineBeat]) -> None:
         """May come to nothing."""
@@ -133,12 +127,11 @@ class StoreEnd:
                 find_out()
 
         def find_out() -> None:
-            self._ask(lambda: self._etcd.version(key), found, lambda: done(False))
+            self._ask(lambda: self._etcd.kvs.get(key), found, lambda: done(False))
 
-        def found(version: int) -> None:
-            was_done = version == self._written + 1
-            self._written = version
-            done(was_done)
+        def found(kv: KeyValue | None) -> None:
+            self._written = 0 if kv is None else kv.version
+            done(kv is not None and transaction_of(kv.value) == parcel.transaction)
 
         self._with_leases(ttls, lambda: self._ask(write, answered, find_out), lambda: done(False))
 
@@ -227,9 +220,12 @@ class StoreEnd:
         self._leave()
 
     def follow(
-        self, loaded: Callable[[StoredView], None], batch: Callable[[Batch], None], over: Action, failed: Action
+        self, loaded: Callable[[StoredView, int], None], batch: Callable[[Batch], None], over: Action, failed: Action
     ) -> None:
-        """Everything, then every batch, until `over`; or nothing, and `failed`."""
+        """Everything, then every batch, until `over`; or nothing, and `failed`.
+
+        With everything goes how many changes of a commit that is to be repeated were done by then.
+        """
         reader = EtcdReader(KEYS, self._writer)
 
         def read() -> tuple[tuple[KeyValue, ...], Watch]:
@@ -253,7 +249,8 @@ class StoreEnd:
             view = reader.view()
             for engine_id in self._engines.keys() - {x.put.engine.engine_id for x in view.engines if x.own}:
                 self._release(engine_id)
-            loaded(view)
+            unfinished = self._unfinished
+            loaded(view, unfinished.kept(reader.transaction) if unfinished is not None else 0)
             watch.open(took, over)
 
         self._ask(read, got, failed)
@@ -267,9 +264,11 @@ class StoreEnd:
     def _ask(self, execute: Callable[[], Answer], answered: Callable[[Answer], None], failed: Action) -> None:
         """One request: `answered`, or `failed` after the time limit, and then nobody knows whether it was executed."""
         world, cut, sent_ms = self._network.world, self._cut, self._network.world.now_ms
+        history = self._etcd.history
 
         def late() -> None:
-            execute()
+            if self._etcd.history == history:  # else it was on its way to members that are no more
+                execute()
 
         def hear(delay_ms: int, action: Action) -> None:
             if self._party.life == self._life:  # or its asker has crashed
@@ -303,76 +302,6 @@ class StoreEnd:
         if world.chance(faults.store_slow):
             return world.between(1, 2 * faults.long_ms)
         return world.between(1, 2)
-
-
-class Watch:
-    """Revisions on their way to one replica: in order, each late by its own time, and stopped while there is a cut."""
-
-    def __init__(self, network: Network, party: Party, cut: Cut, pace_ms: int, revision: int, history: int) -> None:
-        self.revision = revision
-        """Everything up to here has been taken in."""
-        self.history: Final = history
-        self._network: Final = network
-        self._party: Final = party
-        self._cut: Final = cut
-        self._pace_ms: Final = pace_ms
-        self._due_ms = 0
-        self._coming: deque[tuple[int, Entry]] = deque()
-        self._pumping = False
-        self._over = False
-        self._life: Final = party.life
-        self._took: Callable[[Entry], None] | None = None
-        self._on_over: Action = _nothing
-
-    def open(self, took: Callable[[Entry], None], over: Action) -> None:
-        self._took, self._on_over = took, over
-        self._pump_soon()
-
-    def offer(self, entry: Entry) -> None:
-        world = self._network.world
-        self._due_ms = max(self._due_ms, world.now_ms + self._delay())
-        self._coming.append((self._due_ms, entry))
-        self._pump_soon()
-
-    def compacted(self) -> None:
-        if self._coming:
-            self._over = True
-
-    def restored(self) -> None:
-        self._over = True
-        self._pump_soon()
-
-    def _delay(self) -> int:
-        world, faults = self._network.world, self._network.faults
-        if world.chance(faults.store_slow / 4):
-            return world.between(1, 4 * faults.long_ms)
-        return world.between(1, self._pace_ms)
-
-    def _pump_soon(self) -> None:
-        if self._pumping or self._took is None or not (self._coming or self._over):
-            return
-        if self._party.life != self._life:
-            return
-        self._pumping = True
-        world = self._network.world
-        due_ms = max(self._cut.from_store_ms, self._coming[0][0] if self._coming and not self._over else world.now_ms)
-        world.after(max(0, due_ms - world.now_ms), self._party, self._pump)
-
-    def _pump(self) -> None:
-        self._pumping = False
-        now_ms = self._network.world.now_ms
-        if self._took is None or self._cut.from_store_ms > now_ms:
-            self._pump_soon()
-            return
-        if self._over:
-            self._took = None
-            self._on_over()
-            return
-        while self._coming and self._coming[0][0] <= now_ms and self._took is not None:
-            _, entry = self._coming.popleft()
-            self._took(entry)
-            self.revision = entry.revision
-        self._pump_soon()
 
 
 @cache

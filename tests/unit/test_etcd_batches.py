@@ -5,9 +5,11 @@ Packing against etcd's limits, and etcd itself, are for tests/etcd.
 
 from __future__ import annotations
 
+from itertools import count
+
 from kvlease.etcd import Changes, Event, EventKind, KeyValue, PutOp, Revision
 from kvlease.etcd import LeaseId as EtcdLeaseId
-from kvlease.registry.etcd_batches import MAX_CHANGES, Owner, parcels
+from kvlease.registry.etcd_batches import MAX_CHANGES, Owner, Unfinished, parcels
 from kvlease.registry.etcd_codec import Keys
 from kvlease.registry.etcd_reader import EtcdReader
 from kvlease.registry.table_changes import (
@@ -120,3 +122,17 @@ def test_keys_that_a_newer_release_adds_are_left_alone() -> None:
         batch = reader.batch(Changes(revision=Revision(2), events=(event,)))
         assert batch is not None
         assert not batch.changes
+
+
+def test_of_a_commit_that_is_to_be_repeated_the_last_transaction_in_etcd_says_how_much_is_kept() -> None:
+    lender, numbers = Story().lender("d0"), count(5)
+    changes = [lease_put(lender, f"l{i}") for i in range(2 * MAX_CHANGES + 1)]
+    unfinished = Unfinished(KEYS, "writer", changes, numbers)
+    assert [unfinished.kept(last) for last in (0, 4, 5, 6)] == [0, 0, MAX_CHANGES, 0]
+    unfinished.go_on()
+    assert [unfinished.kept(last) for last in (0, 4, 5, 6, 7)] == [0, 0, MAX_CHANGES, 2 * MAX_CHANGES, 0]
+    unfinished.go_on()
+    assert unfinished.kept(7) == len(changes)
+    unfinished.go_on()
+    assert unfinished.parcel is None
+    assert unfinished.kept(7) == 0, "nothing is to be repeated"

@@ -21,6 +21,7 @@ from kvlease.registry.etcd_codec import (
     encode_engine_put,
     encode_lease_put,
     encode_notes,
+    transaction_of,
 )
 from kvlease.registry.table_changes import AliasPut, EndOwed, EngineGone, LeaseGone, RenewalAsked, RenewalRefused
 from kvlease.registry.values import Alias, ConversationId, EndReason, EngineId, LeaseId, RenewStatus, TenantId
@@ -99,8 +100,11 @@ def test_notes_come_back_as_they_were_written() -> None:
         engines_gone=(EngineGone(engine_id=EngineId("d/0"), incarnation=engine_put().engine.incarnation),),
         asked=(RenewalAsked(lease_id=LeaseId("l"), ttl_ms=0),),
         refused=(RenewalRefused(lease_id=LeaseId("l"), status=RenewStatus.PRESSURE, remaining_ms=-1),),
+        transaction=7,
     )
     assert decode_notes(encode_notes(notes)) == notes
+    assert transaction_of(encode_notes(notes)) == 7
+    assert transaction_of(b"\xff\xff") == 0
 
 
 def test_keys_say_what_they_are_of() -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvlease.v1 import registry_pb2 as kvlease_dot_v1_dot_registry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvlease/v1/store.proto\x12\nkvlease.v1\x1a\x19kvlease/v1/registry.proto\"j\n\x0cStoredEngine\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\"\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x12.kvlease.v1.Engine\x12\x15\n\rnow_lender_ms\x18\x03 \x01(\x03\x12\x0e\n\x06writer\x18\x04 \x01(\t\"n\n\x0bStoredLease\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12&\n\x05lease\x18\x04 \x01(\x0b\x32\x17.kvlease.v1.PublishItem\"c\n\x0bStoredAlias\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05\x61lias\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63onversation\x18\x04 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\x03\"z\n\rStoredOwedEnd\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12 \n\x05\x65nded\x18\x04 \x01(\x0b\x32\x11.kvlease.v1.Ended\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\x03\"\xe8\x01\n\x0bStoredBatch\x12\x0f\n\x07version\x18\x01 \x01(\r\x12 \n\x05\x65nded\x18\x02 \x03(\x0b\x32\x11.kvlease.v1.Ended\x12\x32\n\x0c\x65ngines_gone\x18\x03 \x03(\x0b\x32\x1c.kvlease.v1.StoredEngineGone\x12\x36\n\x0erenewals_asked\x18\x04 \x03(\x0b\x32\x1e.kvlease.v1.StoredRenewalAsked\x12:\n\x10renewals_refused\x18\x05 \x03(\x0b\x32 .kvlease.v1.StoredRenewalRefused\":\n\x10StoredEngineGone\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"6\n\x12StoredRenewalAsked\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"g\n\x14StoredRenewalRefused\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.kvlease.v1.RenewStatus\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\x03\"U\n\x0bStoredBeats\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12%\n\x05\x62\x65\x61ts\x18\x03 \x03(\x0b\x32\x16.kvlease.v1.StoredBeat\"\x89\x01\n\nStoredBeat\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x15\n\rnow_lender_ms\x18\x03 \x01(\x03\x12\x11\n\tsilent_ms\x18\x04 \x01(\x03\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvlease/v1/store.proto\x12\nkvlease.v1\x1a\x19kvlease/v1/registry.proto\"j\n\x0cStoredEngine\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\"\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x12.kvlease.v1.Engine\x12\x15\n\rnow_lender_ms\x18\x03 \x01(\x03\x12\x0e\n\x06writer\x18\x04 \x01(\t\"n\n\x0bStoredLease\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12&\n\x05lease\x18\x04 \x01(\x0b\x32\x17.kvlease.v1.PublishItem\"c\n\x0bStoredAlias\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05\x61lias\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63onversation\x18\x04 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\x03\"z\n\rStoredOwedEnd\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12 \n\x05\x65nded\x18\x04 \x01(\x0b\x32\x11.kvlease.v1.Ended\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\x03\"\xfd\x01\n\x0bStoredBatch\x12\x0f\n\x07version\x18\x01 \x01(\r\x12 \n\x05\x65nded\x18\x02 \x03(\x0b\x32\x11.kvlease.v1.Ended\x12\x32\n\x0c\x65ngines_gone\x18\x03 \x03(\x0b\x32\x1c.kvlease.v1.StoredEngineGone\x12\x36\n\x0erenewals_asked\x18\x04 \x03(\x0b\x32\x1e.kvlease.v1.StoredRenewalAsked\x12:\n\x10renewals_refused\x18\x05 \x03(\x0b\x32 .kvlease.v1.StoredRenewalRefused\x12\x13\n\x0btransaction\x18\x06 \x01(\x04\":\n\x10StoredEngineGone\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"6\n\x12StoredRenewalAsked\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"g\n\x14StoredRenewalRefused\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.kvlease.v1.RenewStatus\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\x03\"U\n\x0bStoredBeats\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12%\n\x05\x62\x65\x61ts\x18\x03 \x03(\x0b\x32\x16.kvlease.v1.StoredBeat\"\x89\x01\n\nStoredBeat\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x15\n\rnow_lender_ms\x18\x03 \x01(\x03\x12\x11\n\tsilent_ms\x18\x04 \x01(\x03\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,15 +41,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOREDOWEDEND']._serialized_start=386
   _globals['_STOREDOWEDEND']._serialized_end=508
   _globals['_STOREDBATCH']._serialized_start=511
-  _globals['_STOREDBATCH']._serialized_end=743
-  _globals['_STOREDENGINEGONE']._serialized_start=745
-  _globals['_STOREDENGINEGONE']._serialized_end=803
-  _globals['_STOREDRENEWALASKED']._serialized_start=805
-  _globals['_STOREDRENEWALASKED']._serialized_end=859
-  _globals['_STOREDRENEWALREFUSED']._serialized_start=861
-  _globals['_STOREDRENEWALREFUSED']._serialized_end=964
-  _globals['_STOREDBEATS']._serialized_start=966
-  _globals['_STOREDBEATS']._serialized_end=1051
-  _globals['_STOREDBEAT']._serialized_start=1054
-  _globals['_STOREDBEAT']._serialized_end=1191
+  _globals['_STOREDBATCH']._serialized_end=764
+  _globals['_STOREDENGINEGONE']._serialized_start=766
+  _globals['_STOREDENGINEGONE']._serialized_end=824
+  _globals['_STOREDRENEWALASKED']._serialized_start=826
+  _globals['_STOREDRENEWALASKED']._serialized_end=880
+  _globals['_STOREDRENEWALREFUSED']._serialized_start=882
+  _globals['_STOREDRENEWALREFUSED']._serialized_end=985
+  _globals['_STOREDBEATS']._serialized_start=987
+  _globals['_STOREDBEATS']._serialized_end=1072
+  _globals['_STOREDBEAT']._serialized_start=1075
+  _globals['_STOREDBEAT']._serialized_end=1212
 # @@protoc_insertion_point(module_scope)

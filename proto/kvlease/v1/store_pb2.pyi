@@ -164,7 +164,8 @@ Global___StoredOwedEnd: _TypeAlias = StoredOwedEnd  # noqa: Y015
 @_typing.final
 class StoredBatch(_message.Message):
     """<prefix>batches/<writer>: written in every transaction of a replica, so that its revision says whose it is. What a
-    deletion cannot say is here, and messages between replicas. How often it was written makes transactions happen once.
+    deletion cannot say is here, and messages between replicas. How often it was written makes transactions happen once;
+    which one wrote it last says whether one that nobody answered for happened.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -174,7 +175,10 @@ class StoredBatch(_message.Message):
     ENGINES_GONE_FIELD_NUMBER: _builtins.int
     RENEWALS_ASKED_FIELD_NUMBER: _builtins.int
     RENEWALS_REFUSED_FIELD_NUMBER: _builtins.int
+    TRANSACTION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    transaction: _builtins.int
+    """Of this writer's transactions, from 1; none has the number of another. 0: an earlier release, which did not say."""
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.Ended]: ...
     @_builtins.property
@@ -191,10 +195,11 @@ class StoredBatch(_message.Message):
         engines_gone: _abc.Iterable[Global___StoredEngineGone] | None = ...,
         renewals_asked: _abc.Iterable[Global___StoredRenewalAsked] | None = ...,
         renewals_refused: _abc.Iterable[Global___StoredRenewalRefused] | None = ...,
+        transaction: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "engines_gone", b"engines_gone", "renewals_asked", b"renewals_asked", "renewals_refused", b"renewals_refused", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "engines_gone", b"engines_gone", "renewals_asked", b"renewals_asked", "renewals_refused", b"renewals_refused", "transaction", b"transaction", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,9 +75,9 @@ class Committer:
         self._news.set()
         return done
 
-    def pending(self) -> list[StoreChange]:
-        """What is not known to be stored yet, in order."""
-        return [*self._storing, *(change for changes, _ in self._waiting for change in changes.stored)]
+    def pending(self, kept: int) -> list[StoreChange]:
+        """What is not known to be stored yet, in order. `kept`: of the commit under way so much is."""
+        return [*self._storing[kept:], *(change for changes, _ in self._waiting for change in changes.stored)]
 
     @property
     def unanswered_ms(self) -> int:

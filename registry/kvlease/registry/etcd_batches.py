@@ -8,7 +8,7 @@ Invariant: the parcels of a list of changes, carried out in order, leave the sam
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvlease.etcd import DeleteOp, Op, PutOp
@@ -62,6 +62,10 @@ class Parcel:
     notes: Notes = field(default_factory=Notes)
     hellos: set[tuple[EngineId, Incarnation]] = field(default_factory=set)
     """Engines that we say here to be the home of."""
+    changes: int = 0
+    """So many it carries out: the next ones of the list."""
+    transaction: int = 0
+    """Its number among those of its writer. Sent again, it keeps it."""
 
     @property
     def owners(self) -> set[Owner]:
@@ -72,8 +76,44 @@ class Parcel:
         return [
             *(DeleteOp(key=key) for key in self.deletes),
             *(PutOp(key=key, value=value, lease=leases[owner]) for key, (value, owner) in self.puts.items()),
-            PutOp(key=self.batch_key, value=encode_notes(self.notes), lease=replica),
+            PutOp(key=self.batch_key, value=encode_notes(self._numbered()), lease=replica),
         ]
+
+    def _numbered(self) -> Notes:
+        return replace(self.notes, transaction=self.transaction)
+
+
+class Unfinished:
+    """A commit that was begun: the transaction that is next, and how many changes are in those before it."""
+
+    def __init__(self, keys: Keys, writer: str, changes: Sequence[StoreChange], numbers: Iterator[int]) -> None:
+        """`numbers`: of this writer's transactions, one after another."""
+        self.changes: Final = changes
+        self._waiting: Final = parcels(keys, writer, changes)
+        self._numbers: Final = numbers
+        self._kept = 0
+        self.parcel = self._next()
+
+    def go_on(self) -> None:
+        """The next one is done."""
+        if self.parcel is not None:
+            self._kept += self.parcel.changes
+            self.parcel = self._next()
+
+    def kept(self, last: int) -> int:
+        """How many changes were kept when this writer's last transaction in etcd had the number `last`.
+
+        In a restored etcd that may be one of long ago: then nothing is known to be.
+        """
+        if self.parcel is None or last not in (self.parcel.transaction, self.parcel.transaction - 1):
+            return 0
+        return self._kept + (self.parcel.changes if last == self.parcel.transaction else 0)
+
+    def _next(self) -> Parcel | None:
+        parcel = next(self._waiting, None)
+        if parcel is not None:
+            parcel.transaction = next(self._numbers)
+        return parcel
 
 
 def own_batch_key(keys: Keys, writer: str) -> bytes:
@@ -129,7 +169,7 @@ def _value(writer: str, change: StoreChange) -> bytes:
 
 
 def _parcel(keys: Keys, writer: str, packed: Sequence[tuple[StoreChange, bytes]]) -> Parcel:
-    parcel = Parcel(keys.batch(writer))
+    parcel = Parcel(keys.batch(writer), changes=len(packed))
     leases_gone: dict[LeaseId, LeaseGone] = {}
     engines_gone: list[EngineGone] = []
     asked: list[RenewalAsked] = []

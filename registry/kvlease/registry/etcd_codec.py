@@ -66,6 +66,8 @@ class Notes:
     engines_gone: tuple[EngineGone, ...] = ()
     asked: tuple[RenewalAsked, ...] = ()
     refused: tuple[RenewalRefused, ...] = ()
+    transaction: int = 0
+    """Number of the commit's transaction, of its writer."""
 
 
 class Keys:
@@ -211,6 +213,7 @@ def encode_notes(notes: Notes) -> bytes:
             )
             for x in notes.refused
         ],
+        transaction=notes.transaction,
     )
     return message.SerializeToString()
 
@@ -233,9 +236,18 @@ def decode_notes(value: bytes) -> Notes:
                 )
                 for x in message.renewals_refused
             ),
+            transaction=message.transaction,
         )
     except InvalidRequest as error:
         raise Unreadable(f"a batch: {error.message}") from error
+
+
+def transaction_of(value: bytes) -> int:
+    """Number of the transaction that wrote a batch key last; 0 if it cannot be read."""
+    try:
+        return decode_notes(value).transaction
+    except Unreadable:
+        return 0
 
 
 def encode_beats(number: int, beats: Sequence[EngineBeat]) -> bytes:

@@ -23,6 +23,7 @@ from kvlease.registry.etcd_codec import (
     decode_engine_put,
     decode_lease_put,
     decode_notes,
+    transaction_of,
 )
 from kvlease.registry.table_changes import (
     AliasPut,
@@ -60,6 +61,8 @@ class EtcdReader:
         self._aliases: list[AliasPut] = []
         self._beats: list[EngineBeat] = []
         self._logged: set[bytes] = set()
+        self.transaction = 0
+        """Number of this writer's last one, as far as it is in what was loaded."""
 
     def load(self, kvs: Sequence[KeyValue]) -> None:
         """Some more of what there is."""
@@ -85,6 +88,8 @@ class EtcdReader:
                 beats = self._read(kv, decode_beats)
                 if beats is not None:
                     self._beats.extend(beats[1])
+            elif kv.key == keys.batch(self._writer):
+                self.transaction = transaction_of(kv.value)
 
     def view(self) -> StoredView:
         """All that was loaded, which is then forgotten here."""

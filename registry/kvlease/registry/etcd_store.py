@@ -10,9 +10,10 @@ Shutdown order: lease keeper, client. Nothing is revoked: lenders come back thro
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -45,8 +46,8 @@ from kvlease.etcd import (
     LeaseId as EtcdLeaseId,
 )
 from kvlease.registry.errors import Compacted, RegistryUnavailable
-from kvlease.registry.etcd_batches import Owner, Parcel, own_batch_key, parcels
-from kvlease.registry.etcd_codec import Keys, encode_beats
+from kvlease.registry.etcd_batches import Owner, Parcel, Unfinished, own_batch_key
+from kvlease.registry.etcd_codec import Keys, encode_beats, transaction_of
 from kvlease.registry.etcd_reader import EtcdReader
 from kvlease.registry.store import Followed
 from kvlease.registry.table_changes import Batch, EngineBeat, EngineGone, EnginePut, StoreChange
@@ -72,18 +73,6 @@ class EtcdStoreSettings:
     """After an engine's home is gone and no other replica has its session, the engine goes."""
 
 
-class _Unfinished:
-    """A commit that was begun, and the transaction of it that is next."""
-
-    def __init__(self, changes: Sequence[StoreChange], waiting: Iterator[Parcel]) -> None:
-        self.changes: Final = changes
-        self._waiting: Final = waiting
-        self.parcel = next(waiting, None)
-
-    def go_on(self) -> None:
-        self.parcel = next(self._waiting, None)
-
-
 class EtcdStore:
     """See `Store`. An async context manager; opens also while etcd is away."""
 
@@ -100,8 +89,9 @@ class EtcdStore:
         """Whose etcd leases are kept here: those that we are, or are about to become, the home of."""
         self._shared: Final[dict[int, tuple[EtcdLeaseId, float]]] = {}
         self._written = 0
-        """Transactions of this run: the version of its batch key."""
-        self._unfinished: _Unfinished | None = None
+        """The version of this run's batch key."""
+        self._transactions: Final = itertools.count(1)
+        self._unfinished: Unfinished | None = None
 
     async def __aenter__(self) -> Self:
         """Raises EtcdError if credentials cannot be read."""
@@ -128,7 +118,7 @@ class EtcdStore:
         if not changes:
             return
         if self._unfinished is None or self._unfinished.changes is not changes:
-            self._unfinished = _Unfinished(changes, parcels(self._keys, self._writer, changes))
+            self._unfinished = Unfinished(self._keys, self._writer, changes, self._transactions)
         try:
             while (parcel := self._unfinished.parcel) is not None:
                 await self._send(parcel)
@@ -167,20 +157,19 @@ class EtcdStore:
         except Doubtful:
             done = False
         if not done:
-            await self._find_out(key)
+            await self._find_out(key, parcel.transaction)
         else:
             self._written += 1
 
-    async def _find_out(self, key: bytes) -> None:
-        """Whether the transaction was done after all. Returns if so; raises RegistryUnavailable to have it repeated."""
+    async def _find_out(self, key: bytes, transaction: int) -> None:
+        """Whether the transaction was done after all. Returns if so; raises RegistryUnavailable to have it repeated.
+
+        The key's version does not say: it begins anew when etcd lets the key expire, and goes back if etcd is restored.
+        """
         found = (await self._etcd.get(key)).kvs
-        version = found[0].version if found else 0
-        if version == self._written + 1:
-            self._written = version
-            return
-        # Not done; or etcd let the key expire, or lost its history, and counts anew.
-        self._written = version
-        raise RegistryUnavailable("etcd did not take the transaction yet")
+        self._written = found[0].version if found else 0
+        if not found or transaction_of(found[0].value) != transaction:
+            raise RegistryUnavailable("etcd did not take the transaction yet")
 
     # --- etcd leases
 
@@ -284,7 +273,8 @@ class EtcdStore:
         """See `Store`."""
         reader = EtcdReader(self._keys, self._writer)
         watch = self._etcd.watch(self._keys.prefix, seen=await self._load(reader))
-        followed = Followed(view=reader.view(), batches=self._batches(watch, reader))
+        kept = self._unfinished.kept(reader.transaction) if self._unfinished is not None else 0
+        followed = Followed(view=reader.view(), batches=self._batches(watch, reader), kept=kept)
         # Others have moved, or a restored store has forgotten them. None is ours that we did not know to be.
         for engine_id in self._engines.keys() - {x.put.engine.engine_id for x in followed.view.engines if x.own}:
             self._release(engine_id)

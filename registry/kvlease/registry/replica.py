@@ -150,7 +150,7 @@ class Replica:
 
     async def _load(self, followed: Followed) -> None:
         view, followed.view = followed.view, StoredView()  # else what has ended since is kept for as long as we follow
-        pending, now_ms = self._committer.pending(), self._clock.now_ms()
+        pending, now_ms = self._committer.pending(followed.kept), self._clock.now_ms()
         self._committer.enqueue(self._table.replace(view, pending, now_ms=now_ms, rest_follows=True))
         rest: tuple[StoreChange, ...] = (*view.leases, *view.aliases)
         for start in range(0, len(rest), LOAD_WORK):

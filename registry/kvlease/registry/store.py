@@ -43,6 +43,9 @@ class Followed:
     """Large. Whoever has taken it in lets go of it here."""
     batches: AsyncIterator[Batch]
     """Raises Compacted: follow anew. Raises RegistryUnavailable only if nothing can be done about it."""
+    kept: int = 0
+    """Of a commit that was begun and is to be repeated, so many changes, the first ones, are in the view already, or
+    were and have been overwritten since. No batch will tell of them."""
 
 
 class Store(Protocol):

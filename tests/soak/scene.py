@@ -30,6 +30,8 @@ from tests.soak.judge import Fault, Judge
 from tests.soak.players import CONVERSATION, ERRORS, Gate
 
 MAX_MODEL_LEN: Final = 8_192
+SHUTDOWN_S: Final = 10
+"""With vLLM's own 0 a terminated engine hangs with its streams for ever, stock or not."""
 EMPTY_TIMEOUT_S: Final = 90.0
 """A prefill that nobody fetches is kept for 30 s by vLLM itself."""
 USAGE: Final = "vllm:kv_cache_usage_perc"
@@ -154,6 +156,7 @@ def fleet_settings(phase: Phase, ports: Sequence[int], unique: str) -> FleetSett
                 max_model_len=MAX_MODEL_LEN,
                 prefix_caching=role is Role.DECODE or number == 1,
                 transports=phase.transports,
+                shutdown_timeout_s=SHUTDOWN_S,
                 env={"VLLM_SERVER_DEV_MODE": "1"},
             )
         )

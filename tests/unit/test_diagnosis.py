@@ -93,6 +93,7 @@ def test_a_sound_fleet_has_no_faults_and_says_what_was_looked_at() -> None:
             Grade.PROBLEM,
             "several engines",
         ),
+        ((status(engine("d0", shutdown_timeout_s="0")),), "shutdown", Grade.WARNING, "leases do not end"),
     ],
 )
 def test_each_fault_is_found_alone_and_with_advice(
@@ -102,6 +103,11 @@ def test_each_fault_is_found_alone_and_with_advice(
     assert (found.about, found.grade) == (about, grade)
     assert words in found.text
     assert found.advice
+
+
+@pytest.mark.parametrize("seconds", ["20", ""])
+def test_engines_that_take_their_time_to_stop_or_do_not_say_are_no_finding(seconds: str) -> None:
+    assert faults((status(engine("d0", shutdown_timeout_s=seconds)),)) == []
 
 
 def test_on_one_host_loopback_is_where_engines_are() -> None:

@@ -131,6 +131,7 @@ def lender(
             ("recompute_threshold", str(scheduler.kv_recompute_threshold)),
             ("stride_tokens", str(terms.stride_tokens)),
             ("side_channel", f"{scheduler.side_channel_host}:{scheduler.side_channel_port}"),
+            ("shutdown_timeout_s", str(getattr(scheduler.vllm_config, "shutdown_timeout", ""))),
         ),
     )
 

@@ -69,6 +69,7 @@ def examine(
         *_versions(engines),
         *_fingerprints(engines),
         *_addresses(registry, engines),
+        *_stops(engines),
         *(_lends(x, statuses) for x in decode),
     ]
 
@@ -219,6 +220,18 @@ def _addresses(registry: str, engines: Sequence[Engine]) -> Iterable[Finding]:
                 subject=_names_of(same),
                 text=f"several engines say that they are {url}",
                 advice="give each engine its own api_url, or routers send turns to the wrong one",
+            )
+
+
+def _stops(engines: Sequence[Engine]) -> Iterable[Finding]:
+    for engine in engines:
+        if dict(engine.labels).get("shutdown_timeout_s") == "0":
+            yield Finding(
+                grade=Grade.WARNING,
+                about="shutdown",
+                subject=engine.engine_id,
+                text="vLLM kills its core as soon as it is told to stop: its leases do not end, and its streams hang",
+                advice="start it with --shutdown-timeout, some seconds less than it is given to stop (Kubernetes: 30)",
             )
 
 

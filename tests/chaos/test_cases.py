@@ -16,7 +16,6 @@ from typing import Final
 
 import pytest
 from kvlease.registry.client import RegistryClient
-from kvlease.registry.errors import KvleaseError
 from kvlease.registry.values import EngineId, LeaseFilter
 
 from tests.chaos.failover import calling
@@ -25,7 +24,7 @@ from tests.chaos.fleet import Fleet, FleetSettings, fleet
 from tests.chaos.judge import Judge
 from tests.chaos.party import clocks_can_step
 from tests.chaos.probes import Probes, open_probes
-from tests.integration.registry_peer import eventually
+from tests.integration.registry_peer import eventually, says_that_it_serves
 
 pytestmark = [pytest.mark.chaos, pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -127,19 +126,10 @@ async def test_no_turn_is_blind_while_replicas_are_rolled(tmp_path: Path) -> Non
         for name, party in parties.replicas.items():
             await party.terminate()
             await party.start()
-            await eventually(lambda: serves(parties.endpoint(name)), f"{name} serves again")  # noqa: B023
+            await eventually(lambda: says_that_it_serves(parties.endpoint(name)), f"{name} serves again")  # noqa: B023
             accepted = len(place.publishes.good_s)
             await soon(lambda: len(place.publishes.good_s) > accepted + 5, "publishes go on")  # noqa: B023
         resolved = [len(x.good_s) for x in place.resolves]
         await soon(lambda: all(len(x.good_s) > n for x, n in zip(place.resolves, resolved, strict=True)), "resolves")
         assert not place.blind
         assert not [party.died for party in parties.replicas.values() if party.died]
-
-
-async def serves(endpoint: str) -> bool:
-    try:
-        async with RegistryClient(endpoint) as client:
-            await client.list_engines()
-    except KvleaseError:
-        return False
-    return True

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvlease.etcd import EtcdCredentials
 from kvlease.registry.client import RegistryClient
-from kvlease.registry.client_channel import open_channel
 from kvlease.registry.clock import SystemClock
 from kvlease.registry.errors import LenderSilent, RegistryUnavailable
+from kvlease.registry.etcd_store import EtcdStore, EtcdStoreSettings
 from kvlease.registry.server import RegistryServer
-from kvlease.registry.servicer import SERVICE
 from kvlease.registry.settings import NO_METRICS, RegistrySettings
 from kvlease.registry.values import (
     DEFAULT_TENANT,
@@ -37,7 +36,8 @@ from kvlease.registry.values import (
 from tests.etcd.cluster import Cluster, ClusterSettings, etcd_cluster
 from tests.integration.holding_lender import HoldingLender, holding, query
 from tests.integration.lending_session import lending
-from tests.integration.registry_peer import eventually, until
+from tests.integration.registry_peer import eventually, says_that_it_serves, until
+from tests.integration.store_conformance import engine_put, lease_put
 
 ASK_MS: Final = 5_000
 STALE_MS: Final = 1_500
@@ -190,6 +190,27 @@ async def test_whoever_starts_later_finds_what_there_is(solo: Cluster, prefix: b
             assert located.conversation == ConversationId("chat")
 
 
+async def test_whoever_starts_serves_once_it_knows_how_the_lenders_are(solo: Cluster, prefix: bytes) -> None:
+    """Until then it would call them suspect, and be the only one that is asked when the others are rolled."""
+    async with replica(solo, prefix) as one, holding(one.client, "d-1", SystemClock()) as lender:
+        await lend(lender, "first")
+        for _ in range(4):
+            async with replica(solo, prefix) as late:
+                await eventually(lambda: says_that_it_serves(late.server.endpoint), "it says that it serves")
+                assert isinstance(await late.answer("first"), Hit)
+
+
+async def test_whoever_starts_does_not_wait_for_ever_for_a_home_that_is_gone(solo: Cluster, prefix: bytes) -> None:
+    owner, ends, name = engine_put(), tuple(solo.endpoints), prefix.decode()
+    settings = EtcdStoreSettings(endpoints=ends, credentials=EtcdCredentials(), prefix=name)
+    async with EtcdStore(settings, replica_id="gone") as gone:
+        await gone.commit((owner, lease_put("first", owner)))
+    async with replica(solo, prefix) as late:
+        await eventually(lambda: says_that_it_serves(late.server.endpoint), "it says that it serves")
+        (engine,) = await late.client.list_engines()
+        assert engine.suspect
+
+
 async def test_a_replica_cut_off_answers_nothing_until_it_is_back(solo: Cluster, prefix: bytes) -> None:
     async with two(solo, prefix) as (one, other), holding(one.client, "d-1", SystemClock()) as lender:
         await lend(lender, "first")
@@ -198,12 +219,12 @@ async def test_a_replica_cut_off_answers_nothing_until_it_is_back(solo: Cluster,
         member.stop()
         try:
             await eventually(lambda: refuses(other), "it refuses")
-            await eventually(lambda: _is(other, health_pb2.HealthCheckResponse.NOT_SERVING), "it says so")
+            await eventually(lambda: says_so(other), "it says so")
         finally:
             member.resume()
         await eventually(lambda: other.hits("first"), "it answers again")
         await eventually(lambda: one.hits("first"), "both do")
-        await eventually(lambda: _is(other, health_pb2.HealthCheckResponse.SERVING), "it says so")
+        await eventually(lambda: says_that_it_serves(other.server.endpoint), "it says so")
         await lend(lender, "second")
 
 
@@ -233,10 +254,8 @@ async def refuses(place: Place) -> bool:
     return False
 
 
-async def _is(place: Place, status: int) -> bool:
-    async with open_channel(place.server.endpoint) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
-    return bool(answer.status == status)
+async def says_so(place: Place) -> bool:
+    return not await says_that_it_serves(place.server.endpoint)
 
 
 async def test_etcd_with_certificates_and_users(tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ from typing import Final, Generic, TypeVar
 
 import grpc
 import grpc.aio
-from kvlease.registry.client_channel import SERVER_OPTIONS
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from kvlease.registry.client_channel import SERVER_OPTIONS, open_channel
 from kvlease.registry.errors import KvleaseError
 from kvlease.registry.errors_grpc import abort
+from kvlease.registry.servicer import SERVICE
 from kvlease.v1 import registry_pb2 as pb
 from kvlease.v1.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
 
@@ -57,6 +60,16 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> Non
             await asyncio.sleep(0.05)
 
     await soon(look(), what)
+
+
+async def says_that_it_serves(endpoint: str) -> bool:
+    """What a registry's health is, as an orchestrator asks for it; False if nothing answers."""
+    async with open_channel(endpoint) as channel:
+        try:
+            answer = await HealthStub(channel).Check(HealthCheckRequest(service=SERVICE), timeout=LIMIT_S)
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(answer.status == HealthCheckResponse.SERVING)
 
 
 class PeerStream(Generic[Request, Response]):

@@ -28,6 +28,10 @@ LOAD_WORK: Final = 64
 BEAT_WAIT_S: Final = 2.0
 """For the store to take one."""
 
+WARM_UP_MS: Final = 2_500
+"""A replica that has just come waits so long at most, two beats and a little, to hear of the other homes how their
+lenders are, before it says that it can serve: until then it would answer that they are suspect."""
+
 MAX_STALENESS_MS: Final = 5_000
 """After so long without contact with a shared store, a registry answers nothing. Longer than etcd takes to elect."""
 
@@ -70,6 +74,8 @@ class Replica:
         self._fault = ""
         self._beat_fault = ""
         self._told_touch = False
+        self._warm = self._alone
+        self._current_since_ms: int | None = None
 
     @property
     def staleness_ms(self) -> int | None:
@@ -83,8 +89,8 @@ class Replica:
 
     @property
     def in_touch(self) -> bool:
-        """Whether the store answers."""
-        if not self.current or self._committer.unanswered_ms > MAX_UNANSWERED_MS:
+        """Whether the store answers, and this replica has heard how the lenders are."""
+        if not self.current or not self._warm or self._committer.unanswered_ms > MAX_UNANSWERED_MS:
             return False
         return self._alone or self._staleness.unanswered_ms(self._clock.now_ms()) <= MAX_UNANSWERED_MS
 
@@ -164,12 +170,21 @@ class Replica:
 
     def _tell(self) -> None:
         self._tell_current()
+        self._warm_up()
         in_touch = self.in_touch
         if in_touch != self._told_touch:
             self._told_touch = in_touch
             if self._told and not in_touch:
                 _log.info("the store has not answered for more than %d ms", MAX_UNANSWERED_MS)
             self._on_touch(in_touch)
+
+    def _warm_up(self) -> None:
+        if self._warm or not self.current:
+            return
+        now_ms = self._clock.now_ms()
+        if self._current_since_ms is None:
+            self._current_since_ms = now_ms
+        self._warm = now_ms - self._current_since_ms >= WARM_UP_MS or self._table.all_heard()
 
     def _tell_current(self) -> None:
         current = self.current

@@ -305,6 +305,10 @@ class LeaseTable:
         """See `Replicas.replace`."""
         return self._replicas.replace(view, pending, now_ms, rest_follows=rest_follows)
 
+    def all_heard(self) -> bool:
+        """Whether each lender that is elsewhere has been heard of from its home."""
+        return all(not x.elsewhere or x.home_heard_ms is not None for x in self._roster.engines.values())
+
     def forgive(self, *, now_ms: int) -> None:
         """After a time in which no lender could be heard, each has as long to come back as one that is just suspect."""
         self._roster.forgive(now_ms)

@@ -20,6 +20,7 @@ from kvlease.registry.values import Hit, Miss
 
 from tests.etcd.cluster import Cluster
 from tests.integration.cut_line import cut_line
+from tests.integration.first_replica import at_the_first
 from tests.integration.holding_lender import holding, query
 from tests.integration.registry_peer import until
 from tests.integration.registry_process import RegistryProcess, registry_process
@@ -28,10 +29,6 @@ BUDGET_S = 2.0
 ASK_MS = 5_000
 RESOLVE_MS = 50
 CLOCK = SystemClock()
-
-
-def in_order() -> float:
-    return 0.0
 
 
 async def first_hit(client: RegistryClient, lease_id: str, misses: list[Miss]) -> float:
@@ -60,8 +57,8 @@ async def test_the_home_of_a_lender_fails(
     async with registry_process("", *store) as home, registry_process("", *store) as other:
         both = f"{home.endpoint},{other.endpoint}"
         async with (
-            RegistryClient(both, fraction=in_order) as lending,
-            RegistryClient(both, fraction=in_order) as client,
+            at_the_first(both) as lending,
+            at_the_first(both) as client,
             RegistryClient(other.endpoint) as beside,
             holding(lending, "d-1", CLOCK) as lender,
         ):
@@ -105,8 +102,8 @@ async def test_a_replica_that_is_cut_off_from_etcd_is_left(solo: Cluster, prefix
                 await at_home.replicas.connected(patient=True)
                 await at_other.replicas.connected(patient=True)
             async with (
-                RegistryClient(both, fraction=in_order) as lending,
-                RegistryClient(both, fraction=in_order) as client,
+                at_the_first(both) as lending,
+                at_the_first(both) as client,
                 holding(lending, "d-1", CLOCK) as lender,
             ):
                 lender.lend("kept")
@@ -142,7 +139,7 @@ async def test_lenders_leave_a_home_that_the_store_does_not_answer_while_it_may_
             await at_home.replicas.connected(patient=True)
             await at_other.replicas.connected(patient=True)
             async with (
-                RegistryClient(f"{home.endpoint},{other.endpoint}", fraction=in_order) as lending,
+                at_the_first(f"{home.endpoint},{other.endpoint}") as lending,
                 holding(lending, "d-1", CLOCK) as lender,
             ):
                 lender.lend("kept")

@@ -6,9 +6,8 @@ No assertions on behaviour beyond the handshake; those are in `test_lender_sessi
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvlease.registry.client import RegistryClient
@@ -84,15 +83,15 @@ class Lender:
         await until(lambda: event in self.heard.events, f"{event} in {self.heard.events}")
 
 
+def lending(
+    endpoint: str, limits: SessionLimits = QUICK, credentials: Credentials | None = None
+) -> AbstractAsyncContextManager[Lender]:
+    return lending_by(RegistryClient(endpoint, credentials=credentials), limits)
+
+
 @asynccontextmanager
-async def lending(
-    endpoint: str,
-    limits: SessionLimits = QUICK,
-    credentials: Credentials | None = None,
-    *,
-    fraction: Callable[[], float] = random.random,
-) -> AsyncIterator[Lender]:
-    async with RegistryClient(endpoint, credentials=credentials, fraction=fraction) as client:
+async def lending_by(opening: RegistryClient, limits: SessionLimits = QUICK) -> AsyncIterator[Lender]:
+    async with opening as client:
         heard, clock = Heard(), SteppedClock(1_000)
         session = LenderSession(client, ENGINE, clock=clock, listener=heard, limits=limits)
         running = asyncio.create_task(session.run())

@@ -31,7 +31,8 @@ async def test_a_run_measures_each_kind_of_call_and_leaves_nothing_behind() -> N
         outcome = await running.ask("bench", *QUICK, "--json")
         assert (outcome.status, outcome.err) == (0, "")
         about, *parts = outcome.lines
-        assert (about["replica_id"], about["tokens"], about["leases"]) == ("registry-7", 1_024, 20)
+        assert (about["replica_id"], about["tokens"]) == ("registry-7", 1_024)
+        assert 0 < about["leases"] <= 20, "as many as it may, or as it got done in its time"  # type: ignore[operator]
         assert about["record_bytes"] == 16 * 16 + 4 * 64 + 600
         assert [(x["what"], x["callers"]) for x in parts] == [
             ("publish to resolvable", 1),

@@ -6,6 +6,7 @@ Hand-written registries for what real ones cannot be brought to answer on demand
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -28,7 +29,8 @@ from kvlease.v1 import registry_pb2 as pb
 from prometheus_client import CollectorRegistry
 
 from tests.integration.certificates import Authority
-from tests.integration.lending_session import lending, open_session, publication
+from tests.integration.first_replica import ALONE, at_the_first
+from tests.integration.lending_session import lending_by, open_session, publication
 from tests.integration.raw_session import HandClock
 from tests.integration.registry_peer import Peer, peer, soon, until
 from tests.integration.router_lender import lending as lending_to
@@ -37,10 +39,6 @@ from tests.ports import free_port
 LONG_MS = 9_000
 QUERY = ResolveQuery(tenant=DEFAULT_TENANT, conversation=ConversationId("c"))
 CUT_OFF = RegistryUnavailable("cut off from its store")
-
-
-def in_order() -> float:
-    return 0.0
 
 
 def settings(listen: str = "127.0.0.1:0", **more: object) -> RegistrySettings:
@@ -74,7 +72,7 @@ async def refuse(registry: Peer) -> None:
 
 
 async def test_a_resolve_that_a_replica_cannot_answer_is_answered_by_the_next() -> None:
-    async with two() as (first, second, both), RegistryClient(both, fraction=in_order) as client:
+    async with two() as (first, second, both), at_the_first(both) as client:
         call = asyncio.create_task(client.resolve(QUERY, timeout_ms=LONG_MS))
         stream = await first.resolve_stream()
         await stream.next()
@@ -89,7 +87,7 @@ async def test_a_move_shows_in_the_metrics() -> None:
     moves, place = CONNECTOR_REGISTRY_MOVES, CONNECTOR_REGISTRY_PLACE
     before.register(ClientCollector(lambda: None, moves=moves, place=place))
     assert (before.get_sample_value(moves.name), before.get_sample_value(place.name)) == (0, -1)
-    async with two() as (first, second, both), RegistryClient(both, fraction=in_order) as client:
+    async with two() as (first, second, both), at_the_first(both) as client:
         shown.register(ClientCollector(lambda: client, moves=moves, place=place))
         assert shown.get_sample_value(place.name) == -1
         first.answers = [CUT_OFF]
@@ -99,7 +97,7 @@ async def test_a_move_shows_in_the_metrics() -> None:
 
 
 async def test_a_lender_that_is_not_taken_goes_to_the_next_and_presents_what_it_holds() -> None:
-    async with two() as (first, second, both), lending(both, fraction=in_order) as lender:
+    async with two() as (first, second, both), lending_by(at_the_first(both)) as lender:
         lender.session.publish(publication("a"))
         stream = await first.session()
         await stream.next()
@@ -111,7 +109,7 @@ async def test_a_lender_that_is_not_taken_goes_to_the_next_and_presents_what_it_
 
 
 async def test_single_calls_are_answered_by_the_next() -> None:
-    async with two() as (first, second, both), RegistryClient(both, fraction=in_order) as client:
+    async with two() as (first, second, both), at_the_first(both) as client:
         first.answers = [CUT_OFF]
         second.answers = [pb.EndResponse(ended=2)]
         assert await client.end_conversation(DEFAULT_TENANT, ConversationId("c")) == 2
@@ -119,7 +117,7 @@ async def test_single_calls_are_answered_by_the_next() -> None:
 
 
 async def test_a_reconnect_goes_elsewhere_at_once() -> None:
-    async with two() as (first, second, both), lending(both, fraction=in_order) as lender:
+    async with two() as (first, second, both), lending_by(at_the_first(both)) as lender:
         stream = await open_session(first)
         await lender.hears("connected")
         await stream.send(pb.SessionResponse(reconnect=pb.Reconnect()))
@@ -129,7 +127,7 @@ async def test_a_reconnect_goes_elsewhere_at_once() -> None:
 
 
 async def test_a_full_replica_is_left_for_the_next() -> None:
-    async with two() as (first, second, both), RegistryClient(both, fraction=in_order) as client:
+    async with two() as (first, second, both), at_the_first(both) as client:
         call = asyncio.create_task(client.resolve(QUERY, timeout_ms=LONG_MS))
         (await first.resolve_stream()).end(LimitReached("too many resolve streams", limit="max_resolve_streams"))
         await answer(second)
@@ -137,7 +135,7 @@ async def test_a_full_replica_is_left_for_the_next() -> None:
 
 
 async def test_when_no_replica_can_answer_resolves_fail_at_once_and_attempts_are_few() -> None:
-    async with two() as (first, second, both), RegistryClient(both, fraction=in_order) as client:
+    async with two() as (first, second, both), at_the_first(both) as client:
         refusing = [asyncio.create_task(refuse(x)) for x in (first, second)]
         with pytest.raises(RegistryUnavailable) as refused:
             await soon(client.resolve(QUERY, timeout_ms=600_000), "an error well before the resolve's own time")
@@ -185,8 +183,8 @@ async def test_an_unreachable_registry_is_named() -> None:
 
 
 async def test_a_slow_replica_that_lives_is_kept() -> None:
-    limits = ClientLimits(ping_timeout_ms=2_000, idle_ms=100, ping_pause_ms=20)
-    async with two() as (first, _, both), RegistryClient(both, fraction=in_order, limits=limits) as client:
+    limits = dataclasses.replace(ALONE, ping_timeout_ms=2_000, idle_ms=100, ping_pause_ms=20)
+    async with two() as (first, _, both), at_the_first(both, limits=limits) as client:
         for _ in range(20):
             with pytest.raises(DeadlineExceeded):
                 await client.resolve(QUERY, timeout_ms=20)
@@ -233,7 +231,7 @@ async def test_a_name_stands_for_all_replicas_and_is_looked_up_again() -> None:
     hosts = Hosts(pods_example=["127.0.0.1", "127.0.0.2"])
     async with (
         RegistryServer(settings(f"127.0.0.1:{port}")) as first,
-        RegistryClient(f"pods.example:{port}", fraction=in_order, lookup=hosts) as client,
+        at_the_first(f"pods.example:{port}", lookup=hosts) as client,
     ):
         async with RegistryServer(settings(f"127.0.0.2:{port}", insecure=True)):
             await client.resolve(QUERY, timeout_ms=LONG_MS)
@@ -272,7 +270,7 @@ async def test_a_certificate_has_to_be_of_the_name_not_of_the_address(tmp_path: 
 
 
 async def test_a_revision_is_resumed_on_no_other_replica() -> None:
-    async with two() as (first, second, both), RegistryClient(both, fraction=in_order) as client:
+    async with two() as (first, second, both), at_the_first(both) as client:
         first.answers = [pb.ListLeasesResponse(revision=7), CUT_OFF]
         listed = await client.list_leases()
         assert (listed.revision, listed.source) == (7, first.endpoint)
@@ -286,7 +284,7 @@ async def test_a_revision_is_resumed_on_no_other_replica() -> None:
 
 
 async def test_pages_of_a_list_are_of_one_replica() -> None:
-    async with two() as (first, second, both), RegistryClient(both, fraction=in_order) as client:
+    async with two() as (first, second, both), at_the_first(both) as client:
         first.answers = [pb.ListLeasesResponse(revision=7, next_page_token="p2"), CUT_OFF]
         second.answers = [pb.ListLeasesResponse(revision=3)]
         listed = await client.list_leases()
@@ -302,7 +300,7 @@ async def test_a_copy_that_moves_lists_again_and_says_what_the_other_replica_kno
         async with (
             lending_to(first, "http://one") as one,
             lending_to(second, "http://two") as two_,
-            RegistryClient(both, fraction=in_order) as client,
+            at_the_first(both) as client,
             asyncio.TaskGroup() as group,
         ):
             here, there = await one.lend("here"), await two_.lend("there")

@@ -6,6 +6,7 @@ prompt, computed whole by the prefill engine under a salt that nothing else shar
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import secrets
@@ -18,6 +19,8 @@ from tests.engines.openai_client import Answer, OpenAIClient, two_legs
 
 FIRST_ID, LAST_ID = 100, 350
 """Token ids that mean ordinary words to the test model."""
+PAUSE_S = 0.1
+"""Between an answer and the next turn: the lease is published beside the answer, and not always before it."""
 STRIDE = 64
 _TOKEN_ID = re.compile(r"token_id:(\d+)\Z")
 
@@ -93,6 +96,7 @@ class Turns:
             body["cache_salt"] = salt or self.salt
         told: dict[str, Json] = {"conversation": self.conversation, **kvlease}
         prefilled, answer = await two_legs(self.prefill, self.decode, "/v1/completions", body, told)
+        await asyncio.sleep(PAUSE_S)
         return Turn(prompt=list(prompt), prefilled=prefilled, answer=answer)
 
     async def recompute(self, prompt: Sequence[int], *, max_tokens: int = 8) -> Answer:

@@ -6,6 +6,7 @@ and what was read becomes part of that cache, which must then be right as well.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 import secrets
@@ -14,7 +15,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.engines.chat import ids, recompute, strides
+from tests.engines.chat import PAUSE_S, ids, recompute, strides
 from tests.engines.engine import BLOCK_TOKENS, Json
 from tests.engines.fleet import Fleet, FleetSettings, one_prefill_one_decode
 from tests.engines.logprobs import assert_same
@@ -84,6 +85,7 @@ async def test_only_the_missing_middle_is_read(engines: Engines, local: int) -> 
         ignore_eos=True,
         kv_transfer_params={"kvlease": {"conversation": conversation}},
     )
+    await asyncio.sleep(PAUSE_S)
     if local:
         await engines.prefill.complete(prompt[: local + 1], max_tokens=1, logprobs=False, cache_salt=salt)
     before = await engines.bytes_read()

@@ -153,6 +153,31 @@ async def test_a_refusal_passes_through_unchanged(status: int) -> None:
         assert sample(router, "kvlease_router_turns_total", outcome="refused") == 2
 
 
+async def refuses_in_a_stream(call: Call) -> web.StreamResponse:
+    response = await call.stream()
+    await response.write(b'data: {"error":{"message":"x","code":400}}\n\n' + DONE)
+    return response
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+async def test_what_only_the_decode_engine_refuses_gives_the_prefill_back(in_stream: bool) -> None:
+    """The body of a prefill has fewer fields: a prefill engine takes what a decode engine refuses, and keeps blocks."""
+    prefill, decode = Engine(), Engine()
+
+    async def script(call: Call) -> web.StreamResponse:
+        if call.body["model"] == "kvlease.release":
+            return await decode.default(call)
+        return await refuses_in_a_stream(call) if in_stream else refused(400, "min_tokens must be at most max_tokens")
+
+    decode.script = script
+    async with fleet([prefill], [decode]) as (router, http):
+        assert (await post(http, url(router), STREAM))[0] == (200 if in_stream else 400)
+        release = await decode.received(2)
+        assert release.body["model"] == "kvlease.release"
+        assert release.params == prefill.handoff(1)
+        await until(lambda: sample(router, "kvlease_router_released_prefills_total") == 1)
+
+
 # --- decode, before the first byte ---
 
 

@@ -164,7 +164,8 @@ ROUTER_RENEWALS: Final = Metric(
     name="kvlease_router_renewals_total", text="Renewals this router asked for, by answer", labels=("status",)
 )
 ROUTER_RELEASES: Final = Metric(
-    name="kvlease_router_released_prefills_total", text="Prefills given back because the client left before decoding"
+    name="kvlease_router_released_prefills_total",
+    text="Prefills given back because the client left before decoding, or the decode engine refused the turn",
 )
 ROUTER_ENGINE_UP: Final = Metric(
     name="kvlease_router_engine_up", text="1 if the last health probe succeeded", labels=("target", "role")

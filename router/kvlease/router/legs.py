@@ -122,10 +122,11 @@ class Legs:
                 span.set_attribute("kvlease.reason", failure.reason)
                 raise
             except asyncio.CancelledError:
-                if turn.handoff is not None and not progress.sent:
-                    self._background.start(self._release(target, turn.handoff))
+                if not progress.sent:
+                    self._give_back(turn, target)
                 raise
             if whole.refused:
+                self._give_back(turn, target)  # refused, perhaps, before the connector on it heard of the blocks
                 await relay(client, whole)
                 return TurnOutcome.REFUSED
             reader = AnswerReader()
@@ -153,6 +154,8 @@ class Legs:
                         self._first_byte(turn)
                     last = chunk
                     reader.feed(chunk)
+                    if reader.failed:
+                        self._give_back(turn, answer.target)
                     if reader.complete and reader.finished > named:
                         named = reader.finished
                         self._name(turn, reader)  # ahead of the last bytes: the next turn may follow at once
@@ -177,6 +180,12 @@ class Legs:
         if turn.chain is not None:
             aliases = [turn.chain.continued(message) for message in reader.messages()]
             self._background.start(self._leases.name(turn.conversation, aliases))
+
+    def _give_back(self, turn: Turn, target: Target) -> None:
+        """Has what was handed off given back, once. If it was read, this changes nothing: reading frees it as well."""
+        if turn.handoff is not None:
+            self._background.start(self._release(target, turn.handoff))
+            turn.handoff = None
 
     async def _release(self, target: Target, handoff: JsonObject) -> None:
         """Has blocks given back that the prefill engine would otherwise keep until its own time-out."""

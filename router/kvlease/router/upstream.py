@@ -101,7 +101,7 @@ class Answer:
     """An engine's answer whose head has come. Read it with `whole` or `chunks`, once."""
 
     def __init__(self, target: Target, response: aiohttp.ClientResponse, progress: Progress) -> None:
-        self._target = target
+        self.target = target
         self._progress = progress
         self._response = response
         self.status = response.status
@@ -115,15 +115,15 @@ class Answer:
         (429 excepted).
         """
         body = bytearray()
-        with _failures(self._target, self._progress):
+        with _failures(self.target, self._progress):
             async with asyncio.timeout(timeout_ms / 1000):
                 async for piece in self._response.content.iter_any():
                     body += piece
                     if len(body) > max_bytes:
-                        raise EngineFailure(self._target, FailureReason.TOO_LARGE)
+                        raise EngineFailure(self.target, FailureReason.TOO_LARGE)
         answer = WholeAnswer(status=self.status, headers=self.headers, body=bytes(body))
         if not (200 <= answer.status < 300 or answer.refused):
-            raise EngineFailure(self._target, FailureReason.STATUS, answer=answer)
+            raise EngineFailure(self.target, FailureReason.STATUS, answer=answer)
         return answer
 
     async def chunks(self, *, first_timeout_ms: int, idle_timeout_ms: int) -> AsyncGenerator[bytes, None]:
@@ -136,7 +136,7 @@ class Answer:
         held = b""
         timeout_ms = first_timeout_ms
         while True:
-            with _failures(self._target, self._progress):
+            with _failures(self.target, self._progress):
                 async with asyncio.timeout(timeout_ms / 1000):
                     data, ended = await content.readchunk()
             if not data and not ended:
@@ -151,7 +151,7 @@ class Answer:
 
     def broken(self) -> EngineFailure:
         """The failure to raise for an answer that is complete HTTP and still no answer."""
-        return EngineFailure(self._target, FailureReason.BROKEN)
+        return EngineFailure(self.target, FailureReason.BROKEN)
 
 
 class Upstream:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from kvlease.registry.flags import SettingsError, split_address
 from kvlease.router.routes import Role, Target
 from kvlease.router.settings import load
 
-from tests.integration.router_peers import LIMIT_S, Call, Engine
+from tests.integration.router_peers import LIMIT_S, Call, Engine, chunk, routing, sample, url
 
 ENGINES = ("--prefill", "http://p:1", "--decode", "http://d:1")
 START_S = 30.0
@@ -111,6 +112,43 @@ async def test_a_taken_address_ends_the_command_with_1() -> None:
             told = f"kvlease router: --listen {address}: Address already in use\n"
             assert await said(process, "kvlease router:") == told
             assert await process.wait() == 1
+
+
+async def test_what_does_not_end_in_its_time_is_told_so() -> None:
+    """A stream, an answer that is waited for, and a body that does not come: within the time-out, not twice that."""
+    engine = Engine()
+
+    async def script(call: Call) -> web.StreamResponse:
+        if call.body.get("stream") and not call.params.get("do_remote_decode"):
+            response = await call.stream()
+            await response.write(chunk({"content": "Hel"}) + b"data: {")
+        elif call.params.get("do_remote_decode"):
+            return engine.prefilled()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engine.script = script
+    loop = asyncio.get_running_loop()
+    async with engine.serve(), aiohttp.ClientSession() as http, asyncio.timeout(LIMIT_S):
+        async with routing([engine], [engine], "--drain-timeout-ms", "2000") as router:
+            stream = await http.post(url(router), json={**BODY, "stream": True})
+            whole = asyncio.create_task(http.post(url(router), json=BODY).__aenter__())
+            reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+            await engine.received(4)
+            started = loop.time()
+        assert 2.0 <= loop.time() - started < 3.8
+        cut, error, done, rest = (await stream.read()).removeprefix(chunk({"content": "Hel"})).split(b"\n\n")
+        assert (cut, done, rest) == (b"data: {", b"data: [DONE]", b"")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+        answer = await whole
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        assert (await answer.json())["error"]["code"] == "shutting_down"
+        assert (await reader.readline()) == b"HTTP/1.1 503 Service Unavailable\r\n"
+        writer.close()
+    outcomes = {name: sample(router, "kvlease_router_turns_total", outcome=name) for name in ("broken", "failed")}
+    assert outcomes == {"broken": 1, "failed": 1}
+    assert sample(router, "kvlease_router_turns_total", outcome="client_gone") == 0
 
 
 async def test_sigterm_lets_a_turn_in_flight_end() -> None:

@@ -20,7 +20,9 @@ from kvlease.registry.values import ConversationId, is_id
 from kvlease.router.body import Endpoint, Json, parse_turn
 from kvlease.router.client import ClientGone
 from kvlease.router.conversations import HEADER, from_headers
+from kvlease.router.drain import Drain
 from kvlease.router.errors import (
+    SSE_DONE,
     BodyTooLarge,
     EngineUnreachable,
     InvalidRequest,
@@ -29,6 +31,7 @@ from kvlease.router.errors import (
     Overloaded,
     RequestTimeout,
     RouterError,
+    ShuttingDown,
 )
 from kvlease.router.health import Probes
 from kvlease.router.leases import Leases
@@ -46,6 +49,8 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _FORWARDED: Final = ("user-agent", "x-session-id", "x-vllm-priority")
 """Request headers that mean something to an engine and nothing about one connection."""
 
+_EVENT_ENDS: Final = (b"\n\n", b"\r\r", b"\r\n\r\n")
+
 _BEGUN: Final = web.RequestKey("begun", bool)
 """Set on a request once part of its answer may have been sent."""
 
@@ -60,7 +65,13 @@ class WebClient:
         self._request = request
         self._timeout_s = timeout_ms / 1000
         self._headers = [("X-Request-Id", request_id)]
+        self._streams = False
+        self._last = b""
         self.response: web.StreamResponse | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self.response is not None
 
     @property
     def headers(self) -> Sequence[tuple[str, str]]:
@@ -77,15 +88,24 @@ class WebClient:
             response.headers.add(name, value)
         if length is not None:
             response.content_length = length
+        self._streams = length is None
         self.response = response
         self._request[_BEGUN] = True
         await self._sent(response.prepare(self._request))
 
     async def write(self, data: bytes) -> None:
+        self._last = data
         await self._sent(self._begun().write(data))
 
     async def end(self) -> None:
+        self._streams = False
         await self._sent(self._begun().write_eof())
+
+    async def fail(self, error: RouterError) -> None:
+        if self._streams:
+            closed = b"" if self._last.endswith(_EVENT_ENDS) else b"\n\n"  # an event that was cut
+            await self.write(closed + error.as_event() + SSE_DONE)
+            await self.end()
 
     async def _sent(self, sending: Awaitable[object]) -> None:
         try:
@@ -105,7 +125,7 @@ class WebClient:
 
 
 class RouterApp:
-    """The handlers of one router. `draining` turns /health to 503 while turns in flight end."""
+    """The handlers of one router. `drain` turns /health to 503 while turns in flight end."""
 
     def __init__(
         self,
@@ -117,6 +137,7 @@ class RouterApp:
         metrics: RouterMetrics,
         probes: Probes,
         turns: Turns,
+        drain: Drain,
         clock: Clock,
     ) -> None:
         self._settings = settings
@@ -126,13 +147,14 @@ class RouterApp:
         self._metrics = metrics
         self._probes = probes
         self._turns = turns
+        self._drain = drain
         self._clock = clock
         self._in_flight = 0
-        self.draining = False
 
     def build(self) -> web.Application:
         """The aiohttp application."""
         app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[_openai_errors])
+        app.on_shutdown.append(self._drained)
         app.router.add_post(Endpoint.CHAT, self._chat)
         app.router.add_post(Endpoint.COMPLETION, self._completion)
         app.router.add_get("/v1/models", self._models)
@@ -141,6 +163,10 @@ class RouterApp:
         app.router.add_get("/livez", self._livez)
         app.router.add_get("/metrics", self._metrics_page)
         return app
+
+    async def _drained(self, _: web.Application) -> None:
+        """By now no connection is taken on, and those that were idle are closed."""
+        await self._drain.run()
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._turn(request, Endpoint.CHAT)
@@ -154,8 +180,14 @@ class RouterApp:
         client = WebClient(request, secrets.token_hex(16), timeout_ms=self._settings.client_timeout_ms)
         self._in_flight += 1
         try:
-            turn = await self._request(request, endpoint, client)
-            await self._turns.run(turn, client)
+            try:
+                async with self._drain.work():
+                    turn = await self._request(request, endpoint, client)
+                    await self._turns.run(turn, client)
+            except ShuttingDown as error:
+                if not client.begun:
+                    raise
+                await client.fail(error)
         except ClientGone:
             _LOG.debug("client left")
         except RouterError as error:
@@ -167,7 +199,7 @@ class RouterApp:
 
     async def _request(self, request: web.Request, endpoint: Endpoint, client: WebClient) -> TurnRequest:
         try:
-            async with asyncio.timeout(self._settings.client_timeout_ms / 1000):
+            async with self._drain.reading(self._settings.client_timeout_ms / 1000):
                 raw = await request.read()
         except ConnectionError as error:
             raise ClientGone from error
@@ -203,9 +235,10 @@ class RouterApp:
                 break
             tried.add(target)
             try:
-                answer = await self._upstream.get(
-                    target, "/v1/models", headers, timeout_ms=self._settings.models_timeout_ms
-                )
+                async with self._drain.work():
+                    answer = await self._upstream.get(
+                        target, "/v1/models", headers, timeout_ms=self._settings.models_timeout_ms
+                    )
             except EngineFailure:
                 continue
             return _whole(answer)
@@ -215,12 +248,13 @@ class RouterApp:
         conversation = request.match_info["conversation"]
         if not is_id(conversation):
             raise InvalidRequest("a conversation id is 1-128 of [A-Za-z0-9._:@/+=-]", param="conversation")
-        ended = await self._leases.release(ConversationId(conversation))
+        async with self._drain.work():
+            ended = await self._leases.release(ConversationId(conversation))
         return _json({"id": conversation, "object": "conversation.deleted", "deleted": True, "leases_ended": ended})
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
-        ready = self._routes.ready() and not self.draining
-        status = "ready" if ready else "draining" if self.draining else "not_ready"
+        ready = self._routes.ready() and not self._drain.begun
+        status = "ready" if ready else "draining" if self._drain.begun else "not_ready"
         return _json(
             {"status": status, **self._probes.report()},
             HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE,

@@ -22,6 +22,11 @@ class ClientGone(Exception):
 class Client(Protocol):
     """Where an answer goes. Each call raises ClientGone once the client has left."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called."""
+        ...
+
     def belongs_to(self, conversation: ConversationId) -> None:
         """Says which conversation the turn is part of, before anything else."""
         ...
@@ -33,6 +38,10 @@ class Client(Protocol):
     async def write(self, data: bytes) -> None: ...
 
     async def end(self) -> None: ...
+
+    async def fail(self, error: RouterError) -> None:
+        """Ends a stream that has begun with an error event. For an answer that is no stream, it is too late."""
+        ...
 
 
 async def relay(client: Client, answer: WholeAnswer) -> None:

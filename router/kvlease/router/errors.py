@@ -82,6 +82,14 @@ class Overloaded(RouterError):
     code = "overloaded"
 
 
+class ShuttingDown(RouterError):
+    """The router stops, and the turn did not end in time. Another router serves it."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    type = "server_error"
+    code = "shutting_down"
+
+
 class EngineUnreachable(RouterError):
     """No decode engine could be connected to. Nothing was generated; a retry is safe."""
 

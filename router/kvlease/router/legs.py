@@ -27,7 +27,6 @@ from kvlease.router.body import (
     release_body,
 )
 from kvlease.router.client import Client, client_error, relay
-from kvlease.router.errors import SSE_DONE
 from kvlease.router.leases import Leases
 from kvlease.router.metrics import RouterMetrics
 from kvlease.router.routes import Role, Routes, Target
@@ -41,7 +40,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _RELEASE_TIMEOUT_MS: Final = 5_000
 _RELEASE_ANSWER_BYTES: Final = 64 * 1024
-_EVENT_ENDS: Final = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
 class Legs:
@@ -140,19 +138,19 @@ class Legs:
 
     async def _stream(self, turn: Turn, client: Client, answer: Answer, span: Span) -> TurnOutcome:
         """Forwards a stream. Raises EngineFailure if it ends or fails before its first byte."""
-        reader, named, last = AnswerReader(), 0, b""
+        reader, named = AnswerReader(), 0
         chunks = answer.chunks(
             first_timeout_ms=self._settings.first_byte_timeout_ms, idle_timeout_ms=self._settings.idle_timeout_ms
         )
         async with aclosing(chunks):
             try:
                 async for chunk in chunks:
-                    if not last:
+                    first = not client.begun
+                    if first:
                         await client.begin(answer.status, answer.headers, length=None)
                     await client.write(chunk)
-                    if not last:
+                    if first:
                         self._first_byte(turn)
-                    last = chunk
                     reader.feed(chunk)
                     if reader.failed:
                         self._give_back(turn, answer.target)
@@ -160,17 +158,14 @@ class Legs:
                         named = reader.finished
                         self._name(turn, reader)  # ahead of the last bytes: the next turn may follow at once
             except EngineFailure as failure:
-                if not last:
+                if not client.begun:
                     raise
                 self._routes.failed(failure.target, self._clock.now_ms())
                 self._metrics.fallbacks.labels(f"stream_{failure.reason}").inc()
                 span.set_attribute("kvlease.reason", failure.reason)
-                if not last.endswith(_EVENT_ENDS):
-                    await client.write(b"\n\n")
-                await client.write(client_error(failure).as_event() + SSE_DONE)
-                await client.end()
+                await client.fail(client_error(failure))
                 return TurnOutcome.BROKEN
-        if not last:
+        if not client.begun:
             raise answer.broken()
         await client.end()
         _count_tokens(span, reader)

@@ -1,7 +1,8 @@
 """A router as one object: everything opened in order, and closed in the opposite one.
 
-Order of closing: /health says 503; no new connections; turns in flight end, at most `drain_timeout_ms`; the feed of the
-lease copy, probes and background work end; connections to engines and to the registry close.
+Order of closing: no new connections; /health says 503; turns in flight end; those that have not after
+`drain_timeout_ms` are broken off with an error; the feed of the lease copy, probes and background work end; connections
+to engines and to the registry close.
 
 Constructing does no I/O; `async with` opens and closes. Enter and leave it in the same task.
 """
@@ -25,6 +26,7 @@ from kvlease.registry.lease_copy_feed import LIST_PAGE, LeaseCopyFeed
 from kvlease.registry.values import LeaseFilter
 from kvlease.router.app import RouterApp
 from kvlease.router.background import Background
+from kvlease.router.drain import Drain
 from kvlease.router.health import Probes
 from kvlease.router.leases import Leases
 from kvlease.router.legs import Legs
@@ -38,6 +40,9 @@ from opentelemetry.trace import NoOpTracerProvider, Tracer
 _LOG: Final = logging.getLogger(__name__)
 _MAX_HEADER_BYTES: Final = 64 * 1024
 """Of one header of a request. Engines take as much; aiohttp's own 8 KiB are too few for some identity tokens."""
+
+_LAST_WORDS_S: Final = 0.5
+"""For answers to turns that were broken off, after `drain_timeout_ms`; aiohttp waits twice as long."""
 
 
 class StartError(Exception):
@@ -116,6 +121,7 @@ class RouterServer:
             tracer=self._tracer,
             clock=self._clock,
         )
+        drain = Drain(timeout_ms=settings.drain_timeout_ms)
         turns = Turns(
             settings=settings,
             routes=self.routes,
@@ -123,6 +129,7 @@ class RouterServer:
             legs=legs,
             metrics=self.metrics,
             background=background,
+            drain=drain,
             tracer=self._tracer,
             clock=self._clock,
         )
@@ -134,6 +141,7 @@ class RouterServer:
             metrics=self.metrics,
             probes=probes,
             turns=turns,
+            drain=drain,
             clock=self._clock,
         )
         await self._serve(stack, app)
@@ -145,7 +153,7 @@ class RouterServer:
             max_field_size=_MAX_HEADER_BYTES,
             handle_signals=False,
             handler_cancellation=True,  # a client that leaves cancels its turn, and so the engines' work
-            shutdown_timeout=self._settings.drain_timeout_ms / 1000,
+            shutdown_timeout=_LAST_WORDS_S,
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -154,6 +162,5 @@ class RouterServer:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             raise StartError(f"--listen {self._settings.listen}: {os.strerror(error.errno or 0)}") from error
-        stack.callback(setattr, app, "draining", True)
         self.host, self.port = runner.addresses[0][:2]
         _LOG.info("router serves on %s:%d", self.host, self.port)

@@ -22,7 +22,7 @@ class TurnOutcome(StrEnum):
     REFUSED = "refused"
     """An engine's 4xx, passed on."""
     FAILED = "failed"
-    """No engine could serve it; nothing was sent but an error."""
+    """No engine could serve it, or none in the time that a router that stops has; nothing was sent but an error."""
     BROKEN = "broken"
     """The stream had begun and ended with an error event."""
     CLIENT_GONE = "client_gone"

@@ -19,6 +19,7 @@ from kvlease.router.background import Background
 from kvlease.router.body import Endpoint, LeaseTerms
 from kvlease.router.client import Client, ClientGone, client_error, is_openai_error, relay
 from kvlease.router.conversations import AliasChain
+from kvlease.router.drain import Drain
 from kvlease.router.errors import InvalidRequest, RouterError
 from kvlease.router.leases import Leases, Lookup
 from kvlease.router.legs import Legs
@@ -43,6 +44,7 @@ class Turns:
         legs: Legs,
         metrics: RouterMetrics,
         background: Background,
+        drain: Drain,
         tracer: Tracer,
         clock: Clock,
     ) -> None:
@@ -52,6 +54,7 @@ class Turns:
         self._legs = legs
         self._metrics = metrics
         self._background = background
+        self._drain = drain
         self._tracer = tracer
         self._clock = clock
 
@@ -63,8 +66,14 @@ class Turns:
         with quiet_span(self._tracer, "turn", SpanKind.SERVER, request.context) as span:
             try:
                 outcome = await self._serve(request, client, span)
-            except (asyncio.CancelledError, ClientGone):
+            except ClientGone:
                 outcome = TurnOutcome.CLIENT_GONE
+                raise
+            except asyncio.CancelledError:
+                if not self._drain.over:
+                    outcome = TurnOutcome.CLIENT_GONE
+                else:  # the edge tells the client
+                    outcome = TurnOutcome.BROKEN if client.begun else TurnOutcome.FAILED
                 raise
             except RouterError as error:
                 outcome = TurnOutcome.INVALID if isinstance(error, InvalidRequest) else TurnOutcome.FAILED

@@ -14,12 +14,14 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from kvlease.router.server import RouterServer
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import format_span_id, format_trace_id
 
 from tests.integration.router_peers import (
+    LIMIT_S,
     Call,
     Engine,
     fleet,
@@ -64,6 +66,35 @@ async def test_what_is_refused_is_refused_the_openai_way(
             error = (await answer.json())["error"]
             assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, code)
         assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        ("Content-Encoding: gzip\r\nContent-Length: 13", b"not gzip, no!"),
+        ("Content-Encoding: deflate\r\nContent-Length: 13", b"not zlib, no!"),
+    ],
+)
+async def test_a_body_that_is_not_what_its_headers_say_is_refused(header: str, body: bytes) -> None:
+    engine = Engine()
+    async with fleet([engine], [engine]) as (router, _):
+        head, error = await exchange(router, f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{header}", body)
+        assert head.startswith("HTTP/1.1 400 ")
+        assert error["code"] == "invalid_request"
+        assert sample(router, "kvlease_router_turns_total", outcome="invalid") == 1
+        assert not engine.calls
+
+
+async def exchange(router: RouterServer, head: str, body: bytes) -> tuple[str, Any]:
+    """The head of the answer to these bytes, and the error object in it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    writer.write(head.encode() + b"\r\nConnection: close\r\n\r\n" + body)
+    async with asyncio.timeout(LIMIT_S):
+        answer_head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        error = json.loads(await reader.readuntil(b"}}"))["error"]
+    writer.close()
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer_head, error
 
 
 async def test_an_illegal_conversation_header_is_refused() -> None:

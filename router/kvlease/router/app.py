@@ -203,6 +203,9 @@ class RouterApp:
                 raw = await request.read()
         except ConnectionError as error:
             raise ClientGone from error
+        except web.RequestPayloadError as error:
+            self._metrics.turns.labels(TurnOutcome.INVALID).inc()
+            raise InvalidRequest("the body is not encoded as its headers say") from error
         except TimeoutError as error:
             raise RequestTimeout("the body did not arrive in time (client_timeout_ms)") from error
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}

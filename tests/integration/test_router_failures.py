@@ -28,6 +28,7 @@ from tests.integration.router_peers import (
     until,
     unused_url,
     url,
+    usage_chunk,
 )
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -271,6 +272,52 @@ async def test_a_stream_that_fails_ends_with_an_error_event(script: Any, code: s
         assert (done + b"\n\n", rest) == (DONE, b"")
         assert len(decode.calls) + len(other.calls) == 1  # what the client has seen cannot be taken back
         assert sample(router, "kvlease_router_turns_total", outcome="broken") == 1
+
+
+async def stops_without_a_word(call: Call) -> web.StreamResponse:
+    """The stream is whole HTTP, and half an answer."""
+    response = await call.stream()
+    await response.write(chunk({"content": "Hel"}))
+    return response
+
+
+async def closes_without_a_word(call: Call) -> web.StreamResponse:
+    """A stream that only the end of its connection ends, in the middle of an event."""
+    transport = call.request.transport
+    assert isinstance(transport, asyncio.Transport)
+    transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+    transport.write(chunk({"content": "Hel"}) + chunk({}, finish="stop")[:40])
+    transport.close()
+    return web.Response()
+
+
+@pytest.mark.parametrize("script", [stops_without_a_word, closes_without_a_word])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_that_ends_without_saying_so_is_no_whole_answer(script: Any, path: str) -> None:
+    prefill, decode = Engine(), Engine()
+    decode.script = script
+    async with fleet([prefill], [decode]) as (router, http):
+        status, answer = await post(http, url(router, path), {**STREAM, "prompt": "hi"})
+        *_, error, done, rest = answer.split(b"\n\n")
+        assert status == 200
+        assert error_of(error.removeprefix(b"data: "))["code"] == "engine_failed"
+        assert (done + b"\n\n", rest) == (DONE, b"")
+        assert sample(router, "kvlease_router_turns_total", outcome="broken") == 1
+
+
+async def finishes_without_done(call: Call) -> web.StreamResponse:
+    response = await call.stream()
+    await response.write(chunk({"content": "Hello"}) + chunk({}, finish="stop") + usage_chunk(1))
+    return response
+
+
+async def test_a_stream_that_has_finished_needs_no_more_than_that() -> None:
+    prefill, decode = Engine(), Engine()
+    decode.script = finishes_without_done
+    async with fleet([prefill], [decode]) as (router, http):
+        _, answer = await post(http, url(router), STREAM)
+        assert answer == chunk({"content": "Hello"}) + chunk({}, finish="stop") + usage_chunk(1)
+        await until(lambda: sample(router, "kvlease_router_turns_total", outcome="served") == 1)
 
 
 async def test_an_event_that_was_cut_is_closed_before_the_error() -> None:

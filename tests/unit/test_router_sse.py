@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvlease.router.answer import MAX_CHOICES, AnswerReader
-from kvlease.router.sse import SseEvent, SseParser
+from kvlease.router.sse import MAX_EVENT_BYTES, SseEvent, SseParser
 
 LINES = st.sampled_from(
     [
@@ -112,6 +113,32 @@ def test_an_unfinished_or_failed_answer_has_no_message() -> None:
     failed.feed(event(delta={"content": "half"}, finish_reason="stop") + b'data: {"error":{"message":"x"}}\n\n')
     assert failed.failed
     assert failed.messages() == []
+
+
+@pytest.mark.parametrize(
+    ("stream", "meant"),
+    [
+        (event(delta={"content": "half"}), False),
+        (event(delta={"content": "half"}) + b"data: [DONE]\n\n", True),
+        (event(delta={"content": "half"}) + b"data: [DONE]", True),
+        (event(delta={"content": "all"}, finish_reason="stop"), True),
+        (event(delta={"content": "all"}, finish_reason="stop") + b'data: {"choices":[],"usage":{}}\n\n', True),
+        (event(delta={"content": "half"}) + b'data: {"choices":[],"usage":{}}\n\n', False),
+        (event(text="half", finish_reason=None), False),
+        (event(text="all", finish_reason="length"), True),
+        (event(delta={}, finish_reason="stop") + event(index=1, delta={}), False),
+        (event(delta={}, finish_reason="stop") + event(index=1, delta={}, finish_reason="stop"), True),
+        (event(delta={"content": "half"}) + event(delta={}, finish_reason="stop")[:40], False),
+        (b": comment\n\ndata: [DONE]\n\n", True),
+        (b": comment\n\n", False),
+        (b"data: " + b"x" * MAX_EVENT_BYTES, True),
+    ],
+)
+def test_a_stream_ends_when_the_engine_says_so(stream: bytes, meant: bool) -> None:
+    """What could not be read is taken to have ended well."""
+    reader = AnswerReader()
+    reader.feed(stream)
+    assert reader.end() is meant
 
 
 def test_text_over_the_limit_gives_no_message() -> None:

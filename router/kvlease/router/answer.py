@@ -45,7 +45,7 @@ class _Choice:
 class AnswerReader:
     """Reads one answer to a chat: `feed` chunks of a stream, or `whole` for a body."""
 
-    __slots__ = ("_chars", "_choices", "_max_chars", "_parser", "completion_tokens", "failed", "overflowed")
+    __slots__ = ("_chars", "_choices", "_done", "_max_chars", "_parser", "completion_tokens", "failed", "overflowed")
 
     def __init__(self, *, max_answer_chars: int = MAX_ANSWER_CHARS) -> None:
         self.failed = False
@@ -53,6 +53,7 @@ class AnswerReader:
         self.overflowed = False
         self.completion_tokens: int | None = None
         self._parser = SseParser()
+        self._done = False
         self._choices: dict[int, _Choice] = {}
         self._chars = 0
         self._max_chars = max_answer_chars
@@ -60,13 +61,23 @@ class AnswerReader:
     def feed(self, chunk: bytes) -> None:
         """Takes in a chunk of a stream of chat chunks."""
         for event in self._parser.feed(chunk):
-            if event.data != _DONE:
+            if event.data == _DONE:
+                self._done = True
+            else:
                 self._take(event.data, "delta")
         self.overflowed = self.overflowed or self._parser.overflowed
 
     def whole(self, body: bytes) -> None:
         """Takes in a whole chat completion."""
         self._take(body, "message")
+
+    def end(self) -> bool:
+        """The stream is over: whether the engine meant it to be, as far as it could be read.
+
+        It did if it said so ([DONE]), or if every choice has a reason to have finished.
+        """
+        self.feed(b"\n\n")  # the blank line after the last event, should the engine have left it out
+        return self._done or self.complete or self._parser.overflowed
 
     @property
     def finished(self) -> int:

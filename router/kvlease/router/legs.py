@@ -137,7 +137,10 @@ class Legs:
             return TurnOutcome.SERVED
 
     async def _stream(self, turn: Turn, client: Client, answer: Answer, span: Span) -> TurnOutcome:
-        """Forwards a stream. Raises EngineFailure if it ends or fails before its first byte."""
+        """Forwards a stream. Raises EngineFailure if it ends or fails before its first byte.
+
+        One that ends without saying so has failed: an engine that dies can look like that.
+        """
         reader, named = AnswerReader(), 0
         chunks = answer.chunks(
             first_timeout_ms=self._settings.first_byte_timeout_ms, idle_timeout_ms=self._settings.idle_timeout_ms
@@ -157,6 +160,8 @@ class Legs:
                     if reader.complete and reader.finished > named:
                         named = reader.finished
                         self._name(turn, reader)  # ahead of the last bytes: the next turn may follow at once
+                if not client.begun or not (reader.failed or reader.end()):
+                    raise answer.broken()
             except EngineFailure as failure:
                 if not client.begun:
                     raise
@@ -165,8 +170,6 @@ class Legs:
                 span.set_attribute("kvlease.reason", failure.reason)
                 await client.fail(client_error(failure))
                 return TurnOutcome.BROKEN
-        if not client.begun:
-            raise answer.broken()
         await client.end()
         _count_tokens(span, reader)
         return TurnOutcome.BROKEN if reader.failed else TurnOutcome.SERVED

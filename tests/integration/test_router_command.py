@@ -114,6 +114,13 @@ async def test_a_taken_address_ends_the_command_with_1() -> None:
             assert await process.wait() == 1
 
 
+async def test_a_name_that_nobody_knows_ends_the_command_with_1() -> None:
+    async with command("--listen", "nobody.invalid:0", "--registry", "none", *ENGINES) as process:
+        told = "kvlease router: --listen nobody.invalid:0: this name cannot be looked up\n"
+        assert await said(process, "kvlease router:") == told
+        assert await process.wait() == 1
+
+
 async def test_what_does_not_end_in_its_time_is_told_so() -> None:
     """A stream, an answer that is waited for, and a body that does not come: within the time-out, not twice that."""
     engine = Engine()

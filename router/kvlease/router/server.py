@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Final, Self
@@ -161,6 +162,8 @@ class RouterServer:
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise StartError(f"--listen {self._settings.listen}: {os.strerror(error.errno or 0)}") from error
+            unknown = isinstance(error, socket.gaierror)  # its numbers are not those of errno
+            said = "this name cannot be looked up" if unknown else os.strerror(error.errno or 0)
+            raise StartError(f"--listen {self._settings.listen}: {said}") from error
         self.host, self.port = runner.addresses[0][:2]
         _LOG.info("router serves on %s:%d", self.host, self.port)

@@ -85,6 +85,45 @@ async def test_a_body_that_is_not_what_its_headers_say_is_refused(header: str, b
         assert not engine.calls
 
 
+LONG = "Authorization: Bearer " + "Xyzzy-token" * 8_000
+TURN = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (TURN + "Content-Length: 12\r\nContent-Encoding: br", b"Xyzzy-prompt", 400),
+        (TURN + LONG, b"", 400),
+        (TURN + "Content-Length: 1\r\nContent-Length: 2", b"{}", 400),
+        (TURN + "Transfer-Encoding: chunked", b"Xyzzy-prompt\r\n", 400),
+        (TURN + "X-Xyzzy Header: 1", b"", 400),
+        (TURN.replace("POST", "XYZZY"), b"", 400),
+        (TURN.removesuffix("Host: x\r\n") + "Content-Length: 2", b"{}", 400),
+        ("Xyzzy-prompt", b"", 400),
+        (TURN + "Expect: Xyzzy\r\nContent-Length: 2", b"{}", 417),
+    ],
+    ids=["encoding", "long header", "two lengths", "chunk", "header", "method", "host", "not HTTP", "expectation"],
+)
+async def test_what_is_not_http_is_refused_the_openai_way_and_not_quoted(head: str, body: bytes, status: int) -> None:
+    engine = Engine()
+    async with fleet([engine], [engine]) as (router, _):
+        answer, error = await exchange(router, head, body)
+        assert f" {status} " in answer.split("\r\n")[0]
+        assert "Content-Type: application/json" in answer
+        assert error["type"] == "invalid_request_error"
+        assert "xyzzy" not in (answer + str(error)).lower()
+        assert not engine.calls
+
+
+async def test_a_body_that_waits_to_be_asked_for_is_asked_for() -> None:
+    engine = Engine()
+    async with (
+        fleet([engine], [engine]) as (router, http),
+        http.post(url(router), json=BODY, expect100=True) as answer,
+    ):
+        assert answer.status == 200
+
+
 async def exchange(router: RouterServer, head: str, body: bytes) -> tuple[str, Any]:
     """The head of the answer to these bytes, and the error object in it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port)

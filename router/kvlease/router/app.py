@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Final
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from kvlease.registry.clock import Clock
 from kvlease.registry.values import ConversationId, is_id
 from kvlease.router.body import Endpoint, Json, parse_turn
@@ -25,6 +25,7 @@ from kvlease.router.errors import (
     SSE_DONE,
     BodyTooLarge,
     EngineUnreachable,
+    ExpectationFailed,
     InvalidRequest,
     MethodNotServed,
     NotServed,
@@ -50,6 +51,8 @@ _FORWARDED: Final = ("user-agent", "x-session-id", "x-vllm-priority")
 """Request headers that mean something to an engine and nothing about one connection."""
 
 _EVENT_ENDS: Final = (b"\n\n", b"\r\r", b"\r\n\r\n")
+
+_NOT_HTTP: Final = "the request is malformed, or has a header of more than 64 KiB or an encoding that is not served"
 
 _BEGUN: Final = web.RequestKey("begun", bool)
 """Set on a request once part of its answer may have been sent."""
@@ -155,8 +158,8 @@ class RouterApp:
         """The aiohttp application."""
         app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[_openai_errors])
         app.on_shutdown.append(self._drained)
-        app.router.add_post(Endpoint.CHAT, self._chat)
-        app.router.add_post(Endpoint.COMPLETION, self._completion)
+        app.router.add_post(Endpoint.CHAT, self._chat, expect_handler=_expectation)
+        app.router.add_post(Endpoint.COMPLETION, self._completion, expect_handler=_expectation)
         app.router.add_get("/v1/models", self._models)
         app.router.add_delete("/v1/conversations/{conversation:.+}", self._end_conversation)  # ids may have a slash
         app.router.add_get("/health", self._health)
@@ -268,6 +271,49 @@ class RouterApp:
 
     async def _metrics_page(self, _: web.Request) -> web.StreamResponse:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+class Connection(web.RequestHandler):
+    """A client's connection: aiohttp's, but what aiohttp itself refuses is refused the OpenAI way.
+
+    That is what does not parse as HTTP, has a header that is too long, or an encoding it does not know; its own answers
+    quote that, and it can be a credential or part of a prompt.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, max_header_bytes: int) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            max_field_size=max_header_bytes,
+            access_log=None,  # type: ignore[arg-type]  # aiohttp's word for none
+        )
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of an answer is out")  # as aiohttp does: the connection is closed
+        refused = status == HTTPStatus.BAD_REQUEST
+        response = _error(InvalidRequest(_NOT_HTTP) if refused else RouterError("internal error"))
+        response.force_close()
+        return response
+
+
+async def _expectation(request: web.Request) -> web.StreamResponse | None:
+    """Tells a client that waits for it to send its body."""
+    if request.version < HttpVersion11:
+        return None
+    if request.headers["Expect"].lower() != "100-continue":
+        return _error(ExpectationFailed("only 100-continue can be expected"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # of the answer, nothing is out
+    return None
 
 
 @web.middleware

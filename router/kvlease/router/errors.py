@@ -74,6 +74,14 @@ class MethodNotServed(RouterError):
     code = "method_not_allowed"
 
 
+class ExpectationFailed(RouterError):
+    """An Expect header that asks for something else than 100-continue."""
+
+    status = HTTPStatus.EXPECTATION_FAILED
+    type = "invalid_request_error"
+    code = "expectation_failed"
+
+
 class Overloaded(RouterError):
     """`max_turns` turns are in flight already. Retry after a second."""
 

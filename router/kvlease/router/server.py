@@ -25,7 +25,7 @@ from kvlease.registry.flags import split_address
 from kvlease.registry.lease_copy import LeaseCopy
 from kvlease.registry.lease_copy_feed import LIST_PAGE, LeaseCopyFeed
 from kvlease.registry.values import LeaseFilter
-from kvlease.router.app import RouterApp
+from kvlease.router.app import Connection, RouterApp
 from kvlease.router.background import Background
 from kvlease.router.drain import Drain
 from kvlease.router.health import Probes
@@ -150,20 +150,22 @@ class RouterServer:
     async def _serve(self, stack: AsyncExitStack, app: RouterApp) -> None:
         runner = web.AppRunner(
             app.build(),
-            access_log=None,
-            max_field_size=_MAX_HEADER_BYTES,
-            handle_signals=False,
             handler_cancellation=True,  # a client that leaves cancels its turn, and so the engines' work
             shutdown_timeout=_LAST_WORDS_S,
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
+        server, loop = runner.server, asyncio.get_running_loop()
+        assert server is not None
         host, port = split_address(self._settings.listen)
         try:
-            await web.TCPSite(runner, host, port).start()
+            listener = await loop.create_server(
+                lambda: Connection(server, loop=loop, max_header_bytes=_MAX_HEADER_BYTES), host, port
+            )
         except OSError as error:
             unknown = isinstance(error, socket.gaierror)  # its numbers are not those of errno
             said = "this name cannot be looked up" if unknown else os.strerror(error.errno or 0)
             raise StartError(f"--listen {self._settings.listen}: {said}") from error
-        self.host, self.port = runner.addresses[0][:2]
+        stack.callback(listener.close)
+        self.host, self.port = listener.sockets[0].getsockname()[:2]
         _LOG.info("router serves on %s:%d", self.host, self.port)

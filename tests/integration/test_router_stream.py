@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import openai
+import pytest
 from aiohttp import web
 from kvlease.router.routes import Role
 
@@ -164,6 +165,29 @@ async def test_a_client_that_leaves_during_prefill_aborts_it() -> None:
         await until(lambda: sample(router, "kvlease_router_turns_total", outcome="client_gone") == 1)
         assert not decode.calls
         assert all(router.routes.outstanding(target) == 0 for target in router.routes.targets())
+
+
+async def test_a_client_that_leaves_as_its_prefill_ends_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router has not read yet what was handed off."""
+    monkeypatch.setattr("kvlease.router.legs._LATE_S", LIMIT_S)  # however slow this machine is
+    gone = asyncio.Event()
+    prefill, decode = Engine(), Engine()
+
+    async def script(_: Call) -> web.StreamResponse:
+        await gone.wait()
+        return prefill.prefilled()
+
+    prefill.script = script
+    async with fleet([prefill], [decode]) as (router, http):
+        posted = asyncio.create_task(http.post(url(router), json=BODY).__aenter__())
+        await prefill.received(1)
+        posted.cancel()
+        await until(lambda: sample(router, "kvlease_router_turns_total", outcome="client_gone") == 1)
+        gone.set()
+        release = await decode.received(1)
+        assert release.body["model"] == "kvlease.release"
+        assert release.params == prefill.handoff(1)
+        await until(lambda: sample(router, "kvlease_router_released_prefills_total") == 1)
 
 
 async def test_a_client_that_leaves_before_the_first_byte_or_later_aborts_decoding() -> None:

@@ -38,6 +38,8 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
+_LATE_S: Final = 0.2
+"""More than the way of an answer that is made. For as long, an engine works for a client that has left."""
 _RELEASE_TIMEOUT_MS: Final = 5_000
 _RELEASE_ANSWER_BYTES: Final = 64 * 1024
 
@@ -76,14 +78,7 @@ class Legs:
                 break
             with self._engine_span("prefill", turn, target) as span:
                 try:
-                    answer = await self._upstream.whole(
-                        target,
-                        body.endpoint,
-                        raw,
-                        self._headers(turn),
-                        timeout_ms=self._settings.prefill_timeout_ms,
-                        max_bytes=self._settings.max_answer_bytes,
-                    )
+                    answer = await self._prefilled(target, body.endpoint, raw, self._headers(turn))
                 except EngineFailure as failure:
                     span.set_attribute("kvlease.reason", failure.reason)
                     self.failed(turn, failure)
@@ -100,6 +95,43 @@ class Legs:
             return None
         self.fell_back(turn, AloneReason.PREFILL_FAILED if tried else AloneReason.NO_PREFILL_ENGINE)
         return None
+
+    async def _prefilled(self, target: Target, path: str, raw: bytes, headers: dict[str, str]) -> WholeAnswer:
+        """A prefill engine's answer. If the turn is cancelled meanwhile, the engine has a moment left to give it.
+
+        An engine that has just finished has blocks to be given back, and only its answer says which.
+        """
+        exchange = asyncio.ensure_future(
+            self._upstream.whole(
+                target,
+                path,
+                raw,
+                headers,
+                timeout_ms=self._settings.prefill_timeout_ms,
+                max_bytes=self._settings.max_answer_bytes,
+            )
+        )
+        try:
+            return await asyncio.shield(exchange)
+        except asyncio.CancelledError:
+            late = self._background.start(self._late(exchange))
+            if late is None:
+                exchange.cancel()
+            else:
+                late.add_done_callback(lambda _: exchange.cancel())  # also if it is cancelled before it has begun
+            raise
+
+    async def _late(self, exchange: asyncio.Future[WholeAnswer]) -> None:
+        """Gives back what is handed off to a turn that is over; aborts the prefill if that does not come at once."""
+        try:
+            async with asyncio.timeout(_LATE_S):
+                answer = await exchange
+        except (TimeoutError, EngineFailure):
+            return
+        handoff, _ = handed_off(answer.body)
+        target = self._routes.choose_decode(self._clock.now_ms())
+        if handoff is not None and target is not None:
+            await self._release(target, handoff)
 
     async def decode(self, turn: Turn, client: Client, target: Target) -> TurnOutcome:
         """Raises EngineFailure as long as nothing was sent to the client."""

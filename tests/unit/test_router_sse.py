@@ -131,6 +131,8 @@ def test_an_unfinished_or_failed_answer_has_no_message() -> None:
         (event(delta={"content": "half"}) + event(delta={}, finish_reason="stop")[:40], False),
         (b": comment\n\ndata: [DONE]\n\n", True),
         (b": comment\n\n", False),
+        (b"data: not JSON\n\n", True),
+        (event(delta={"content": "half"}) + b"data: not JSON\n\n", False),
         (b"data: " + b"x" * MAX_EVENT_BYTES, True),
     ],
 )

@@ -74,10 +74,12 @@ class AnswerReader:
     def end(self) -> bool:
         """The stream is over: whether the engine meant it to be, as far as it could be read.
 
-        It did if it said so ([DONE]), or if every choice has a reason to have finished.
+        It did if it said so ([DONE]), or if every choice has a reason to have finished. A stream of something else than
+        answers has nothing to be judged by.
         """
         self.feed(b"\n\n")  # the blank line after the last event, should the engine have left it out
-        return self._done or self.complete or self._parser.overflowed
+        strange = self.overflowed and not self._choices
+        return self._done or self.complete or self._parser.overflowed or strange
 
     @property
     def finished(self) -> int:

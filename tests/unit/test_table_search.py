@@ -266,6 +266,40 @@ def test_a_list_goes_on_where_it_stopped_whatever_came_and_went() -> None:
     assert listed(LeaseFilter(tenant=OTHER)) == []
 
 
+def test_a_tenants_list_goes_on_after_leases_of_its_own_only() -> None:
+    """Whoever could start a page behind another tenant's lease would learn that it is there, and its id."""
+    story = Story()
+    lender = story.lender("d0")
+    for number in range(40):
+        lender.lend(f"a{number:02}", f"a{number}", conversation=f"c{number}")
+    for start in (None, LeaseId("a"), LeaseId("a17")):
+        listed = story.table.list_leases(LeaseFilter(tenant=OTHER), after=start, limit=1, now_ms=story.now_ms)
+        assert listed == ([], None)
+    lender.publish(*(replace(lender.lease(x, x, conversation=x), tenant=OTHER) for x in ("a05x", "a30x")))
+    for wanted in (LeaseFilter(tenant=OTHER), LeaseFilter(tenant=OTHER, engine_id=EngineId("d0"))):
+        assert _pages(story, wanted) == [(["a05x"], "a05x"), (["a30x"], "a30x"), ([], None)]
+
+
+def test_a_page_looks_at_a_bounded_part_of_a_tenants_leases() -> None:
+    story = Story()
+    first, second = story.lender("d0"), story.lender("d1")
+    for number in range(25):
+        first.lend(f"a{number:02}", f"a{number}", conversation=f"c{number}")
+    second.lend("b", "b", conversation="b")
+    pages = _pages(story, LeaseFilter(tenant=TENANT, engine_id=EngineId("d1")))
+    assert pages == [([], "a09"), ([], "a19"), (["b"], "b"), ([], None)]
+
+
+def _pages(story: Story, wanted: LeaseFilter) -> list[tuple[list[str], LeaseId | None]]:
+    """All pages of one lease each: the ids in it, and where the next one starts."""
+    pages: list[tuple[list[str], LeaseId | None]] = []
+    while not pages or pages[-1][1] is not None:
+        after = pages[-1][1] if pages else None
+        leases, following = story.table.list_leases(wanted, after=after, limit=1, now_ms=story.now_ms)
+        pages.append(([x.lease_id for x in leases], following))
+    return pages
+
+
 @given(texts=st.lists(TEXTS, max_size=12), query=TEXTS)
 def test_the_short_cut_says_what_the_long_way_says_or_nothing(texts: list[str], query: str) -> None:
     index = PrefixIndex()

@@ -27,7 +27,7 @@ from kvlease.registry.values import (
     TenantId,
     is_id,
 )
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedDict, SortedList
 
 if TYPE_CHECKING:
     from kvlease.registry.engines import EngineState
@@ -88,10 +88,11 @@ class Tally:
 class TenantLeases:
     """One tenant's leases. No search ever crosses from one tenant to another."""
 
-    __slots__ = ("conversations", "leases", "pinned_blocks", "prefixes")
+    __slots__ = ("conversations", "ids", "pinned_blocks", "prefixes")
 
     def __init__(self) -> None:
-        self.leases = 0
+        self.ids: SortedList[LeaseId] = SortedList()
+        """So that a listing goes from one of the tenant's own leases to the next and never meets another's."""
         self.pinned_blocks = 0
         """Blocks of live leases."""
         self.prefixes = PrefixIndex()
@@ -126,7 +127,7 @@ class LeaseIndex:
         tenant = self.tenants.get(publication.tenant)
         if tenant is None:
             tenant = self.tenants[publication.tenant] = TenantLeases()
-        tenant.leases += 1
+        tenant.ids.add(publication.lease_id)
         if not lease.lapsed:
             tenant.pinned_blocks += publication.block_count
         tenant.prefixes.add(publication.record.digests, publication.lease_id)
@@ -140,7 +141,7 @@ class LeaseIndex:
         publication = lease.publication
         del self.by_id[publication.lease_id]
         tenant = self.tenants[publication.tenant]
-        tenant.leases -= 1
+        tenant.ids.remove(publication.lease_id)
         if not lease.lapsed:
             tenant.pinned_blocks -= publication.block_count
         tenant.prefixes.remove(publication.record.digests, publication.lease_id)
@@ -150,7 +151,7 @@ class LeaseIndex:
                 tenant.conversations[publication.conversation] = others
             else:
                 del tenant.conversations[publication.conversation]
-        if not tenant.leases:
+        if not tenant.ids:
             del self.tenants[publication.tenant]
         lease.holder.let_go(lease)
 
@@ -159,6 +160,19 @@ class LeaseIndex:
         tenant = self.tenants[lease.publication.tenant]
         tenant.pinned_blocks += lease.publication.block_count * (int(lease.lapsed) - int(lapsed))
         lease.holder.retime(lease, deadline_ms=deadline_ms, lapsed=lapsed)
+
+    def ids(self, tenant: TenantId | None, *, after: LeaseId | None) -> Iterator[LeaseId]:
+        """Ids of the tenant's leases (None: of all) behind `after`, in order."""
+        ids: SortedDict[LeaseId, HeldLease] | SortedList[LeaseId] = self.by_id
+        if tenant is not None:
+            leases = self.tenants.get(tenant)
+            if leases is None:
+                return iter(())
+            ids = leases.ids
+        found: Iterator[LeaseId] = (
+            ids.irange(minimum=after, inclusive=(False, True)) if after is not None else iter(ids)
+        )
+        return found
 
     def of_tenant(self, tenant: TenantId) -> Iterator[HeldLease]:
         leases = self.tenants.get(tenant)
@@ -175,7 +189,7 @@ class LeaseIndex:
         assert self.tenants.keys() == expected.keys(), "tenants"
         for name, leases in expected.items():
             tenant = self.tenants[name]
-            assert tenant.leases == len(leases), f"leases of {name}"
+            assert list(tenant.ids) == sorted(x.publication.lease_id for x in leases), f"ids of {name}"
             pinned = sum(x.publication.block_count for x in leases if not x.lapsed)
             assert tenant.pinned_blocks == pinned, f"pinned blocks of {name}"
             chains = sorted((x.publication.record.digests, x.publication.lease_id) for x in leases)

@@ -268,7 +268,7 @@ class Ledger:
         tenant = self.index.tenants.get(publication.tenant)
         if tenant is None:
             return "max_tenants" if len(self.index.tenants) >= limits.max_tenants else None
-        if tenant.leases - len(covered) >= limits.max_leases_per_tenant:
+        if len(tenant.ids) - len(covered) >= limits.max_leases_per_tenant:
             return "max_leases_per_tenant"
         if limits.max_blocks_per_tenant and not publication.lapsed:
             freed = sum(x.publication.block_count for x in covered if not x.lapsed)

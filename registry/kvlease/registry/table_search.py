@@ -142,7 +142,8 @@ class LeaseSearch:
     ) -> tuple[list[LeaseView], LeaseId | None]:
         """Leases in order of their ids after `after`, and where to go on (None: that was all).
 
-        Looks at no more than ten times `limit` leases, so a page may be short, or empty, and not the last.
+        Looks at no more than ten times `limit` leases, so a page may be short, or empty, and not the last. Of one
+        tenant's it looks at no others: where to go on is an id, and that of a foreign lease must not be told.
         """
         views: list[LeaseView] = []
         if wanted.tenant is not None and wanted.conversation is not None:
@@ -150,8 +151,7 @@ class LeaseSearch:
             leases: Iterable[HeldLease] = sorted(branches, key=lambda x: x.publication.lease_id)
             return [self._ledger.view(x, now_ms) for x in leases if self._listed(x, wanted, now_ms)], None
         by_id = self._index.by_id
-        ids = by_id.irange(minimum=after, inclusive=(False, True)) if after is not None else iter(by_id)
-        for scanned, lease_id in enumerate(ids, start=1):
+        for scanned, lease_id in enumerate(self._index.ids(wanted.tenant, after=after), start=1):
             lease = by_id[lease_id]
             if self._listed(lease, wanted, now_ms):
                 views.append(self._ledger.view(lease, now_ms))

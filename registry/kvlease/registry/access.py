@@ -16,7 +16,9 @@ import grpc.aio
 from kvlease.registry.client_channel import Option
 from kvlease.registry.clock import Clock
 from kvlease.registry.guard import GuardedService
+from kvlease.registry.identity import Rpc
 from kvlease.registry.identity_gate import Gate
+from kvlease.registry.identity_shares import TenantShares
 from kvlease.registry.identity_tls import CertifiedCallers, ServerCertificates
 from kvlease.registry.identity_tokens import TokenFile
 from kvlease.registry.refusals import Refusals
@@ -54,7 +56,11 @@ class Access:
         self._age_ms: Final = settings.connection_age_ms
         self._refusals: Final = Refusals(clock)
         source = self._tokens if self._tokens is not None else CertifiedCallers() if settings.tls_ca else None
-        self.gate: Final = Gate(source, self._refusals) if source is not None else None
+        shares = {
+            Rpc.WATCH: TenantShares("max_watchers", settings.max_watchers),
+            Rpc.RESOLVE_STREAM: TenantShares("max_resolve_streams", settings.max_resolve_streams),
+        }
+        self.gate: Final = Gate(source, self._refusals, shares) if source is not None else None
         """None: everybody may come in, and do anything."""
 
     def __str__(self) -> str:

@@ -1,21 +1,23 @@
 """The gate that every call passes where identity is on: who is it, may that role call this rpc, and for how long.
 
 Edge code around the handlers, put in place by `calls.py`. What a call may be about (tenant, engine) is decided behind
-it, in `guard.py`, for the caller that is set here.
+it, in `guard.py`, for the caller that is set here; how many streams callers may have open, in `identity_shares.py`.
 Invariant: no handler runs without a caller; a stream does not outlive the credential it was opened with.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import grpc.aio
-from kvlease.registry.errors import PermissionDenied, Unauthenticated
+from kvlease.registry.errors import LimitReached, PermissionDenied, Unauthenticated
 from kvlease.registry.identity import Identity, Rpc
+from kvlease.registry.identity_shares import TenantShares
 from kvlease.registry.refusals import Refusals
 
 STREAMS: Final = frozenset({Rpc.SESSION, Rpc.RESOLVE_STREAM, Rpc.WATCH})
@@ -64,9 +66,11 @@ CALLER: Final[ContextVar[Identity]] = ContextVar("kvlease caller")
 class Gate:
     """Lets callers in. One gate for one server."""
 
-    def __init__(self, source: CallerSource, refusals: Refusals) -> None:
+    def __init__(self, source: CallerSource, refusals: Refusals, shares: Mapping[Rpc, TenantShares]) -> None:
+        """`shares` of the streams that are counted."""
         self._source: Final = source
         self._refusals: Final = refusals
+        self._shares: Final = shares
         self._streams: dict[asyncio.Timeout, Caller] = {}
 
     def guarded(self, rpc: str, behavior: Behavior) -> Behavior:
@@ -86,9 +90,10 @@ class Gate:
             token = CALLER.set(caller.identity)
             scope = asyncio.timeout(None)
             try:
-                async with scope:
-                    self._streams[scope] = caller
-                    return await behavior(request, context)
+                with self._place(name, caller):
+                    async with scope:
+                        self._streams[scope] = caller
+                        return await behavior(request, context)
             except TimeoutError as error:
                 if not scope.expired():
                     raise
@@ -107,6 +112,24 @@ class Gate:
             del self._streams[scope]
             scope.reschedule(now)
         return len(gone)
+
+    @contextmanager
+    def _place(self, rpc: Rpc, caller: Caller) -> Iterator[None]:
+        """A stream's place in the share of its caller. Raises LimitReached."""
+        share = self._shares.get(rpc)
+        if share is None:
+            yield
+            return
+        tenants = caller.identity.tenants(rpc)
+        try:
+            share.take(tenants)
+        except LimitReached as error:
+            self._refusals.note("%s of %s: %s", rpc, caller.identity.name, error.message)
+            raise
+        try:
+            yield
+        finally:
+            share.give_back(tenants)
 
     def _admit(self, rpc: Rpc, context: Context) -> Caller:
         try:

@@ -104,8 +104,10 @@ class RegistrySettings(BaseSettings):
     )
     max_branches: Count = Field(default=_DEFAULTS.max_branches, description="leases side by side in one conversation")
     max_aliases_per_tenant: Count = Field(default=_DEFAULTS.max_aliases_per_tenant, description="aliases of one tenant")
-    max_watchers: Count = Field(default=1_024, description="open watches")
-    max_resolve_streams: Count = Field(default=4_096, description="open resolve streams")
+    max_watchers: Count = Field(
+        default=1_024, description="open watches; where callers have identities, a quarter of them for one tenant's"
+    )
+    max_resolve_streams: Count = Field(default=4_096, description="open resolve streams; the same")
     shed_above_lag_ms: Ms = Field(
         default=250, description="resolves are refused while the event loop comes round later than this, locates at 4 x"
     )

@@ -256,8 +256,8 @@ class Cluster:
         """The member at this client address."""
         return next(one for one in self.members.values() if one.endpoint == endpoint)
 
-    async def control(self, *words: str, at: Member | None = None, user: bool = True) -> str:
-        """What `etcdctl WORDS` says. Raises EtcdFailed, EtcdMissing."""
+    async def control(self, *words: str, at: Member | None = None, user: bool = True, told: str = "") -> str:
+        """What `etcdctl WORDS` says; `told` is its standard input. Raises EtcdFailed, EtcdMissing."""
         endpoints = at.endpoint if at else ",".join(self.endpoints)
         options = ["--endpoints", endpoints, "--command-timeout", "10s"]
         if self._operator is not None:
@@ -265,7 +265,7 @@ class Cluster:
             options += ["--key", str(self._operator.key)]
         if user and self.settings.password:
             options += ["--user", f"{ROOT}:{self.settings.password}"]
-        return await _control(*options, *words)
+        return await _control(*options, *words, told=told)
 
     async def save(self, snapshot: Path) -> None:
         """A snapshot of the store, from any one member."""
@@ -344,19 +344,19 @@ def _dying_with_us() -> list[str]:
     return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
 
 
-async def _control(*words: str) -> str:
+async def _control(*words: str, told: str = "") -> str:
     """Run etcdctl in a process of its own; bounded."""
     process = await asyncio.create_subprocess_exec(
         binary(ETCDCTL, "etcdctl", "etcd-client"),
         *words,
         env={**os.environ, "ETCDCTL_API": "3"},
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
         async with asyncio.timeout(CONTROL_S):
-            said, _ = await process.communicate()
+            said, _ = await process.communicate(told.encode())
     except TimeoutError as error:
         process.kill()
         await process.wait()

@@ -91,6 +91,21 @@ async def test_wrong_password_and_none(guarded: Cluster, prefix: bytes) -> None:
             await etcd.put(prefix, b"")
 
 
+async def test_a_password_that_cannot_be_read_does_not_replace_the_last_one(
+    guarded: Cluster, prefix: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "password"
+    put(file, PASSWORD.encode())
+    credentials = EtcdCredentials(user=ROOT, password_file=str(file))
+    async with EtcdClient(guarded.endpoints, credentials=credentials) as etcd:
+        await etcd.put(prefix, b"1")
+        put(file, b"\xff")
+        for _ in range(2):
+            await asyncio.sleep(TOKEN_TTL_S + 1.5)
+            await etcd.put(prefix, b"2")
+    assert sum("the old one stays" in x for x in caplog.messages) == 1
+
+
 async def test_keys_of_others(guarded: Cluster) -> None:
     credentials = EtcdCredentials(user="guest", password=PASSWORD)
     async with EtcdClient(guarded.endpoints, credentials=credentials) as etcd:
@@ -240,6 +255,23 @@ async def test_credentials_that_cannot_be_used(tmp_path: Path) -> None:
         EtcdCredentials(tls_cert=str(files.cert), tls_key=str(files.key))
     with pytest.raises(CredentialsInvalid, match="go together"):
         EtcdCredentials(user="root")
+    with pytest.raises(CredentialsInvalid, match="one of them"):
+        EtcdCredentials(user="root", password="a", password_file="b")
+    for content, fault in (
+        (b"", "no password"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"p" * 4_097, "no password"),
+        (None, "No such"),
+    ):
+        file = tmp_path / "password"
+        if content is None:
+            file.unlink()
+        else:
+            put(file, content)
+        with pytest.raises(CredentialsInvalid, match=fault) as unusable:
+            EtcdCredentials(user="root", password_file=str(file)).read_password()
+        assert str(file) in unusable.value.message
+        assert unusable.value.__cause__ is None or isinstance(unusable.value.__cause__, OSError)
     with pytest.raises(CredentialsInvalid, match="unencrypted"):
         EtcdClient(("127.0.0.1:2379", "etcd.example:2379"), credentials=root())
     for wrong in (

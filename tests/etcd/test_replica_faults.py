@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import pytest
 from kvlease.etcd import EtcdClient, NoSpace, prefix_end
@@ -16,6 +17,8 @@ from kvlease.registry.clock import SystemClock
 from kvlease.registry.errors import InvalidRequest
 from kvlease.registry.etcd_batches import MAX_CHANGES, MIN_SHARED_TTL_S
 from kvlease.registry.etcd_codec import Keys, decode_alias_put
+from kvlease.registry.server import RegistryServer, StartError
+from kvlease.registry.settings import NO_METRICS, RegistrySettings
 from kvlease.registry.store import Store
 from kvlease.registry.table_changes import AliasPut, EngineGone, LeasePut
 from kvlease.registry.values import Alias, ConversationId, LeaseId, TenantId
@@ -28,6 +31,9 @@ from tests.integration.holding_lender import holding
 from tests.integration.raw_session import RawSession, engine, raw_stub
 from tests.integration.registry_peer import eventually, until
 from tests.integration.store_conformance import engine_put, lease_put, take_changes
+
+SERVES_AGAIN_S: Final = 8.0
+"""After a password that is good again: a few tries of each of those that wait, on a busy machine."""
 
 
 async def test_everything_deleted_at_once_is_written_again(solo: Cluster, prefix: bytes, etcd: EtcdClient) -> None:
@@ -43,6 +49,56 @@ async def test_everything_deleted_at_once_is_written_again(solo: Cluster, prefix
         await eventually(written, "its home has written it again")
         async with replica(solo, prefix) as late:
             await eventually(lambda: late.hits("first"), "resolved at one that starts later")
+
+
+async def test_the_stores_password_is_replaced_while_registries_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First at etcd, which lets the old one in no more; the file follows later, as it does when people are involved."""
+    settings = ClusterSettings(folder=tmp_path / "etcd", hosts=("127.0.0.1",), password="secret")
+    async with etcd_cluster(settings) as cluster:
+        await cluster.control("role", "add", "fleet")
+        await cluster.control("role", "grant-permission", "fleet", "--prefix=true", "readwrite", "/fleet/")
+        await cluster.control("user", "add", "kvlease:first")
+        await cluster.control("user", "grant-role", "kvlease", "fleet")
+        password = tmp_path / "password"
+        password.write_text("first\n")
+        given = {"store_user": "kvlease", "store_password_file": str(password), "session_ttl_ms": 12_000}
+        async with (
+            replica(cluster, b"/fleet/", **given) as one,
+            replica(cluster, b"/fleet/", **given) as other,
+            holding(one.client, "d-1", SystemClock()) as lender,
+        ):
+            await lend(lender, "before")
+            await eventually(lambda: other.hits("before"), "resolved at the other")
+            await cluster.control("user", "passwd", "kvlease", "--interactive=false", told="second\n")
+            await eventually(lambda: refuses(other), "the old password is no good any more")
+            await until(lambda: "not renewed" in caplog.text, "a renewal is missed")
+            await asyncio.sleep(2)
+            assert sum("not renewed" in x for x in caplog.messages) <= 2  # one from each
+            password.write_text("second\n")
+            async with asyncio.timeout(SERVES_AGAIN_S):
+                await eventually(lambda: other.hits("before"), "both serve again")
+                await eventually(lambda: one.hits("before"), "both serve again")
+                await lend(lender, "after")
+                await eventually(lambda: other.hits("after"), "resolved at the other")
+            assert "second" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"), [(b"\xff\xfe", "not UTF-8 text"), (b"\n", "no password"), (None, "No such file")]
+)
+async def test_a_password_file_that_cannot_be_used_is_named_at_the_start(
+    tmp_path: Path, content: bytes | None, fault: str
+) -> None:
+    password = tmp_path / "password"
+    if content is not None:
+        password.write_bytes(content)
+    given = {"store": "etcd://127.0.0.1:1", "store_user": "kvlease", "store_password_file": str(password)}
+    settings = RegistrySettings.model_validate({"listen": "127.0.0.1:0", "metrics_listen": NO_METRICS, **given})
+    with pytest.raises(StartError, match=f"--store-password-file {password}: {fault}"):
+        async with RegistryServer(settings):
+            pass
 
 
 async def test_a_lender_whose_clock_is_past_all_clocks_stops_no_registry(solo: Cluster, prefix: bytes) -> None:

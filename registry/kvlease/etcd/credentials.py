@@ -1,7 +1,7 @@
 """What the client proves itself with: a certificate, or a user and password, or both, or nothing.
 
-Files are read when the client opens, and when they have changed (`proof.py`). Invariant: a password never travels
-unencrypted to another host, and neither it nor a key is in any repr or message.
+Files are read when the client opens, and when they have changed (`proof.py`); a password's before each login.
+Invariant: a password never travels unencrypted to another host, and neither it nor a key is in any repr or message.
 """
 
 from __future__ import annotations
@@ -11,20 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Final
 
 import grpc
 from kvlease.etcd.errors import CredentialsInvalid
 
+MAX_PASSWORD_BYTES: Final = 4_096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdCredentials:
-    """`tls_ca`, `tls_cert`, `tls_key` are paths of PEM files; without `tls_ca` there is no TLS."""
+    """`tls_ca`, `tls_cert`, `tls_key` are paths of PEM files; without `tls_ca` there is no TLS.
+
+    `password_file` is the path of a file with the password, for one that may change while the client is open.
+    """
 
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
     user: str = ""
     password: str = field(default="", repr=False)
+    password_file: str = ""
 
     def __post_init__(self) -> None:
         """Raises CredentialsInvalid if they do not fit together."""
@@ -32,13 +39,32 @@ class EtcdCredentials:
             raise CredentialsInvalid("tls_cert and tls_key go together: give both or neither")
         if self.tls_cert and not self.tls_ca:
             raise CredentialsInvalid("tls_cert needs tls_ca: the CA of etcd's certificates")
-        if bool(self.user) != bool(self.password):
+        if bool(self.user) != bool(self.password or self.password_file):
             raise CredentialsInvalid("user and password go together: give both or neither")
+        if self.password and self.password_file:
+            raise CredentialsInvalid("password and password_file say the same: give one of them")
 
     def check_endpoints(self, endpoints: Sequence[str]) -> None:
         """Raises CredentialsInvalid if the password would travel unencrypted to another host."""
         if self.user and not self.tls_ca and not all(is_loopback(one.rpartition(":")[0]) for one in endpoints):
             raise CredentialsInvalid("user and password need tls_ca: they would travel unencrypted to another host")
+
+    def read_password(self) -> str:
+        """The password as of now. Blocks: a small local file. Raises CredentialsInvalid."""
+        if not self.password_file:
+            return self.password
+        try:
+            with Path(self.password_file).open("rb") as file:
+                content = file.read(MAX_PASSWORD_BYTES + 1)
+        except OSError as error:
+            raise CredentialsInvalid(f"{self.password_file}: {error.strerror or error}") from error
+        try:
+            password = content.decode().strip()
+        except UnicodeDecodeError:  # the error would repeat what is in the file
+            raise CredentialsInvalid(f"{self.password_file}: not UTF-8 text") from None
+        if not password or len(content) > MAX_PASSWORD_BYTES:
+            raise CredentialsInvalid(f"{self.password_file}: no password, or more than {MAX_PASSWORD_BYTES} bytes")
+        return password
 
     def load(self) -> grpc.ChannelCredentials | None:
         """What a channel needs, None without TLS. Blocks: small local files. Raises CredentialsInvalid."""

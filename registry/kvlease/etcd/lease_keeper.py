@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 0.5
 """Between tries to renew a lease that is due."""
+_SAID_AGAIN_S: Final = 30.0
+"""Between two messages about the same fault."""
 
 
 class LeaseEnd(StrEnum):
@@ -62,6 +64,8 @@ class LeaseKeeper:
         self._kept: Final[dict[LeaseId, _Kept]] = {}
         self._changed: Final = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._fault = ""
+        self._said_s = 0.0
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run(), name="etcd lease keeper")
@@ -123,13 +127,23 @@ class LeaseKeeper:
             timeout_ms = max(1, int(min(self._limits.call_timeout_ms, shortest_s * 1000 / 3)))
             answers = await self._leases.renew(tuple(due), timeout_ms=timeout_ms)
         except EtcdError as error:
-            log.warning("%d etcd leases not renewed: %s", len(due), error)
+            self._note(error, len(due))
             answers = {}
+        else:
+            self._fault = ""
         now = loop.time()
         for lease_id, kept in due.items():
             if self._kept.get(lease_id) is not kept:  # forgotten, or given anew, meanwhile
                 continue
             self._settle(lease_id, kept, answers.get(lease_id), asked_s, now)
+
+    def _note(self, error: EtcdError, leases: int) -> None:
+        """Tries follow one another closely: what is wrong is said when it changes, and now and then while it lasts."""
+        now = asyncio.get_running_loop().time()
+        if error.reason == self._fault and now - self._said_s < _SAID_AGAIN_S:
+            return
+        self._fault, self._said_s = error.reason, now
+        log.warning("%d etcd leases not renewed: %s", leases, error)
 
     def _settle(self, lease_id: LeaseId, kept: _Kept, ttl_s: int | None, asked_s: float, now: float) -> None:
         pause_s = min(_LONGEST_PAUSE_S, kept.ttl_s / 6)

@@ -77,7 +77,9 @@ class RegistrySettings(BaseSettings):
     store_cert: File = Field(default="", description="this registry's certificate for etcd")
     store_key: File = Field(default="", description="its private key")
     store_user: Annotated[str, Shown("NAME")] = Field(default="", description="user at etcd")
-    store_password_file: File = Field(default="", description="a file with the user's password")
+    store_password_file: File = Field(
+        default="", description="a file with the user's password; read again before each login"
+    )
     replica_id: Annotated[str, Shown("ID")] = Field(
         default="", description="name of this registry in logs and to lenders; random if not given"
     )

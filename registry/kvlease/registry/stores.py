@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Protocol
 
-from kvlease.etcd import EtcdCredentials, EtcdError
+from kvlease.etcd import CredentialsInvalid, EtcdCredentials, EtcdError
 from kvlease.registry.etcd_store import EtcdStore, EtcdStoreSettings
 from kvlease.registry.settings import MEMORY, RegistrySettings, etcd_endpoints
 from kvlease.registry.store import MemoryStore, Store
@@ -58,21 +57,17 @@ class StorePlace(Protocol):
 
 def etcd_settings(settings: StorePlace, *, session_ttl_ms: int) -> EtcdStoreSettings:
     """Raises StoreUnusable, EtcdError, ValueError if `store` is not etcd."""
-    password = ""
-    if settings.store_password_file:
-        try:
-            password = Path(settings.store_password_file).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise StoreUnusable(
-                f"--store-password-file {settings.store_password_file}: {error.strerror or error}"
-            ) from error
     credentials = EtcdCredentials(
         tls_ca=settings.store_ca,
         tls_cert=settings.store_cert,
         tls_key=settings.store_key,
         user=settings.store_user,
-        password=password,
+        password_file=settings.store_password_file,
     )
+    try:
+        credentials.read_password()
+    except CredentialsInvalid as error:
+        raise StoreUnusable(f"--store-password-file {error.message}") from error
     return EtcdStoreSettings(
         endpoints=etcd_endpoints(settings.store),
         credentials=credentials,

@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ async def test_a_token_says_who_a_caller_is(tmp_path: Path) -> None:
 
 async def test_without_a_known_token_nobody_comes_in(tmp_path: Path) -> None:
     tokens, elsewhere = Tokens(tmp_path), Tokens(tmp_path / "elsewhere")
+    tokens.give("somebody", ROUTER)
     async with registry(tokens) as server:
         for credentials in (None, elsewhere.give("other", ROUTER)):
             async with RegistryClient(server.endpoint, credentials=credentials) as client:
@@ -161,13 +163,16 @@ async def test_a_faulty_token_file_keeps_a_registry_from_starting_and_a_running_
     tokens = Tokens(tmp_path)
     credentials = tokens.give("r", ROUTER)
     async with registry(tokens) as server, RegistryClient(server.endpoint, credentials=credentials) as client:
-        put(tokens.path, b"sha256:oops\n")
-        await until(lambda: "stays in force" in caplog.text, "the log to tell of it")
-        await client.list_engines()
-    with pytest.raises(StartError, match="line 1"):
-        async with registry(tokens):
-            pass
-    put(tokens.path, b"")
+        for content, fault in ((b"sha256:oops\n", "line 1"), (b"", "no line with a token")):
+            caplog.clear()
+            put(tokens.path, content)
+            await until(partial(_is_told, caplog, f"stays in force: {tokens.path}: {fault}"), fault)
+            await client.list_engines()
+    for content, fault in ((b"sha256:oops\n", "line 1"), (b"# nobody yet\n", "no line with a token")):
+        put(tokens.path, content)
+        with pytest.raises(StartError, match=fault):
+            async with registry(tokens):
+                pass
     tokens.path.chmod(0o644)
     with pytest.raises(StartError, match="chmod 600"):
         async with registry(tokens):
@@ -239,3 +244,7 @@ async def test_nothing_secret_is_told_at_any_level(tmp_path: Path, caplog: pytes
 
 def _acme() -> LeaseFilter:
     return LeaseFilter(tenant=ACME)
+
+
+def _is_told(caplog: pytest.LogCaptureFixture, text: str) -> bool:
+    return text in caplog.text

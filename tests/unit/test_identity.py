@@ -168,7 +168,7 @@ def test_a_token_that_is_taken_out_or_changed_stands_no_more(tmp_path: Path) -> 
     path.write_text(f"sha256:{digest(TOKEN)} kvlease://router/r?tenant=acme\n")
     assert tokens.refresh()
     assert not tokens.stands(caller)
-    path.write_text("")
+    path.write_text(f"sha256:{digest('another')} kvlease://router/r?tenant=acme\n")
     assert tokens.refresh()
     with pytest.raises(Unauthenticated):
         tokens.identify(bearer(TOKEN))
@@ -182,6 +182,8 @@ def test_a_token_that_is_taken_out_or_changed_stands_no_more(tmp_path: Path) -> 
         (f"sha256:{digest(TOKEN)}\n", "line 1: an identity has 1-16 grants"),
         (f"\nsha256:{digest(TOKEN)} kvlease://root/r\n", "line 2: an identity's role"),
         (f"sha256:{digest(TOKEN)} kvlease://router/r\n" * 2, "line 2: the token has a line already"),
+        ("", "no line with a token"),
+        (f"# sha256:{digest(TOKEN)} kvlease://router/r\n", "no line with a token"),
         ("".join(f"sha256:{i:064x} kvlease://router/r\n" for i in range(MAX_TOKENS + 1)), "more than"),
     ],
 )
@@ -197,11 +199,12 @@ def test_a_faulty_file_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     tokens = token_file(path, f"sha256:{digest(TOKEN)} kvlease://router/r\n")
     tokens.refresh()
-    path.write_text("nonsense\n")
-    for _ in range(2):
-        with pytest.raises(FileUnusable):
-            tokens.refresh()
-    assert tokens.identify(bearer(TOKEN)).identity.name == "router/r"
+    for faulty in ("nonsense\n", ""):
+        path.write_text(faulty)
+        for _ in range(2):
+            with pytest.raises(FileUnusable):
+                tokens.refresh()
+        assert tokens.identify(bearer(TOKEN)).identity.name == "router/r"
 
 
 @pytest.mark.parametrize(("mode", "usable"), [(0o600, True), (0o640, True), (0o644, False), (0o660, False)])

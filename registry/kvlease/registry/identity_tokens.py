@@ -67,7 +67,7 @@ class TokenFile:
 
 
 def parse_tokens(content: bytes, source: str) -> dict[bytes, Identity]:
-    """Hash of each token -> whose it is. Raises FileUnusable, naming `source` and the line."""
+    """Hash of each token -> whose it is, one at least. Raises FileUnusable, naming `source` and the line."""
     callers: dict[bytes, Identity] = {}
     try:
         lines = content.decode().splitlines()
@@ -87,6 +87,8 @@ def parse_tokens(content: bytes, source: str) -> dict[bytes, Identity]:
         if len(callers) >= MAX_TOKENS:
             raise FileUnusable(f"{source}: more than {MAX_TOKENS} tokens")
         callers[digest] = identity
+    if not callers:  # a file cut short looks like this, and would keep everybody out
+        raise FileUnusable(f"{source}: no line with a token")
     return callers
 
 

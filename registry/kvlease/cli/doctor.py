@@ -21,6 +21,8 @@ from kvlease.registry.errors import KvleaseError
 from kvlease.registry.release import installed_version
 from kvlease.router.routes import base_url
 
+_DIRECTLY: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""As routers go to engines: whatever http_proxy says."""
 _DECODE: Final = re.compile(r"(?:(?P<id>[^/]+)@)?(?P<url>https?://[^\s@]+)\Z")
 
 
@@ -81,7 +83,7 @@ async def _replicas(client: RegistryClient) -> list[Finding]:
 def _ask(engine: DecodeEngine, timeout_ms: int) -> DecodeEngine:
     """Whether the engine's API is up. Blocks."""
     try:
-        with urllib.request.urlopen(f"{base_url(engine.url)}/health", timeout=timeout_ms / 1_000):
+        with _DIRECTLY.open(f"{base_url(engine.url)}/health", timeout=timeout_ms / 1_000):
             return engine
     except urllib.error.HTTPError as error:
         return replace(engine, fault=f"HTTP {error.code}")

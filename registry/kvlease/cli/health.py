@@ -20,6 +20,8 @@ SERVICE: Final = "kvlease.v1.Registry"
 NOT_YET: Final = "NOT_YET"
 """It runs, and has not been in contact with its store since it started."""
 SERVING: Final = "SERVING"
+_OPTIONS: Final = (("grpc.enable_http_proxy", 0),)
+"""As in `client_channel.py`, which would load much more."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -43,7 +45,11 @@ def ask(registry: str, credentials: Credentials, *, timeout_ms: int) -> str:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     proof = credentials.load(registry).channel
-    with grpc.insecure_channel(registry) if proof is None else grpc.secure_channel(registry, proof) as channel:
+    with (
+        grpc.insecure_channel(registry, options=_OPTIONS)
+        if proof is None
+        else grpc.secure_channel(registry, proof, options=_OPTIONS) as channel
+    ):
         request = health_pb2.HealthCheckRequest(service=SERVICE)
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_ms / 1_000)

@@ -21,6 +21,9 @@ MIN_PING_MS: Final = 5_000
 
 Option = tuple[str, int]
 
+NO_PROXY: Final[Option] = ("grpc.enable_http_proxy", 0)
+"""Whatever http_proxy says: a proxy would read tokens that travel to loopback only, and is no way to a registry."""
+
 CLIENT_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -32,6 +35,7 @@ CLIENT_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.min_reconnect_backoff_ms", 1_000),  # also how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a lender's line and its resolves do not share fate
+    NO_PROXY,
 )
 
 SERVER_OPTIONS: Final[tuple[Option, ...]] = (

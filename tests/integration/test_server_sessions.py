@@ -128,6 +128,16 @@ async def test_a_bad_item_is_answered_in_its_place() -> None:
         assert results[3].message == "block_count may be 65536 at most"
 
 
+async def test_a_lease_that_no_answer_could_tell_of_takes_no_list_from_others() -> None:
+    async with place() as here, here.session() as lender:
+        await lender.start()
+        wide = lease("b", "uvw", conversation="other")
+        wide.stride_tokens = 2**32 - 1
+        results = await lender.publish(lease("a", "xyz"), wide)
+        assert [x.status for x in results] == [pb.PUBLISH_STATUS_PUBLISHED, pb.PUBLISH_STATUS_INVALID]
+        assert [x.lease_id for x in (await here.client.list_leases()).leases] == ["a"]
+
+
 @pytest.mark.parametrize("seq", [2, 4, 9])
 async def test_a_gap_closes_the_session(seq: int) -> None:
     async with place() as here, here.session() as lender:

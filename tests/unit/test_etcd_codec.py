@@ -24,7 +24,17 @@ from kvlease.registry.etcd_codec import (
     transaction_of,
 )
 from kvlease.registry.table_changes import AliasPut, EndOwed, EngineGone, LeaseGone, RenewalAsked, RenewalRefused
-from kvlease.registry.values import Alias, ConversationId, EndReason, EngineId, LeaseId, RenewStatus, TenantId
+from kvlease.registry.values import (
+    MAX_TOKENS,
+    Alias,
+    ConversationId,
+    EndReason,
+    EngineId,
+    LeaseId,
+    RenewStatus,
+    TenantId,
+)
+from kvlease.v1 import store_pb2 as pb
 
 from tests.integration.store_conformance import engine_put, lease_put
 
@@ -92,6 +102,13 @@ def test_what_cannot_be_used_says_so(decode: object, value: bytes) -> None:
 def test_a_lease_that_breaks_the_contract_is_unreadable() -> None:
     with pytest.raises(Unreadable, match="lease_id"):
         decode_lease_put(LEASE.replace(b"\x0a\x03one\x12\x01t", b"\x0a\x03o\ne\x12\x01t"))
+
+
+def test_a_lease_of_an_earlier_release_that_no_answer_could_tell_of_is_unreadable() -> None:
+    stored = pb.StoredLease.FromString(LEASE)
+    stored.lease.stride_tokens = MAX_TOKENS
+    with pytest.raises(Unreadable, match="stride_tokens"):
+        decode_lease_put(stored.SerializeToString())
 
 
 def test_notes_come_back_as_they_were_written() -> None:

@@ -1,17 +1,23 @@
 """The largest answers that a registry puts together by count stay below the message limit, with every value at its
-longest; what could be longer than its characters say is refused."""
+longest; what could be longer than its characters say is refused, and so is what would not fit into an answer."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from kvlease.registry import wire
 from kvlease.registry.errors import InvalidRequest
 from kvlease.registry.servicer import PAGE_LEASES
 from kvlease.registry.values import (
+    DIGEST_BYTES,
     INCARNATION_BYTES,
+    MAX_DIGESTS,
     MAX_ID_CHARS,
     MAX_MESSAGE_BYTES,
+    MAX_SIZE_BYTES,
     MAX_TEXT_CHARS,
+    MAX_TOKENS,
     MAX_TRACEPARENT_CHARS,
     ConversationId,
     EndReason,
@@ -64,3 +70,36 @@ def test_a_message_of_the_longest_events_is_one_message() -> None:
 def test_a_url_takes_no_more_bytes_than_characters(url: str) -> None:
     with pytest.raises(InvalidRequest, match="api_url"):
         wire.decode_engine(pb.Engine(engine_id="d", incarnation=b"i" * INCARNATION_BYTES, api_url=url))
+
+
+def item(*, strides: int = 1, **fields: int) -> pb.PublishItem:
+    record = pb.Record(digests=b"d" * strides * DIGEST_BYTES)
+    good = pb.PublishItem(lease_id="l", tenant="t", stride_tokens=64, fingerprint_hash=b"f" * 16, record=record)
+    good.MergeFrom(pb.PublishItem(**fields))  # type: ignore[arg-type]
+    return good
+
+
+@pytest.mark.parametrize(
+    ("field", "publication"),
+    [
+        ("stride_tokens", item(strides=2, stride_tokens=MAX_TOKENS)),
+        ("stride_tokens", item(strides=MAX_DIGESTS, stride_tokens=MAX_TOKENS // MAX_DIGESTS + 1)),
+        ("size_bytes", item(size_bytes=MAX_SIZE_BYTES + 1)),
+    ],
+)
+def test_a_lease_that_no_answer_could_tell_of_is_refused(field: str, publication: pb.PublishItem) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wire.decode_publication(publication)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "publication",
+    [
+        item(stride_tokens=MAX_TOKENS, size_bytes=MAX_SIZE_BYTES),
+        item(strides=MAX_DIGESTS, stride_tokens=MAX_TOKENS // MAX_DIGESTS),
+    ],
+)
+def test_the_largest_lease_can_be_told_of(publication: pb.PublishItem) -> None:
+    value = wire.decode_publication(publication)
+    wire.encode_lease(replace(LONGEST, tokens=value.tokens, size_bytes=value.size_bytes))

@@ -39,6 +39,10 @@ MAX_BATCH: Final = 256
 MAX_ALIASES: Final = 64
 MAX_INSTANT_MS: Final = 2**53 - 1
 """Of a lender's clock: far from what 64 bits hold, so that differences and estimates stay within them."""
+MAX_TOKENS: Final = 2**32 - 1
+"""A lease: what a message can say."""
+MAX_SIZE_BYTES: Final = 2**53 - 1
+"""Of a lease's KV: far from what 64 bits hold, so that sums are exact wherever they are shown."""
 MAX_LABELS: Final = 16
 MAX_FINGERPRINT_FIELDS: Final = 32
 MAX_TRACEPARENT_CHARS: Final = 55

@@ -12,6 +12,7 @@ from sys import intern
 
 from kvlease.registry.errors import InvalidRequest, Limit
 from kvlease.registry.values import (
+    DIGEST_BYTES,
     FINGERPRINT_BYTES,
     INCARNATION_BYTES,
     MAX_FINGERPRINT_FIELDS,
@@ -54,6 +55,8 @@ from kvlease.registry.wire_checks import (
     check_fingerprint,
     check_id,
     check_instant,
+    check_size,
+    check_stride,
     check_text,
     check_traceparent,
     check_url,
@@ -146,19 +149,18 @@ def decode_record(message: pb.Record) -> Record:
 
 def decode_publication(message: pb.PublishItem) -> Publication:
     """Raises InvalidRequest: answered per item as PublishStatus.INVALID."""
-    if not message.stride_tokens:
-        raise InvalidRequest("stride_tokens must be positive", field="stride_tokens")
+    record = decode_record(message.record)
     return Publication(
         lease_id=LeaseId(check_id("lease_id", message.lease_id)),
         tenant=decode_tenant(message.tenant),
         conversation=decode_conversation(message.conversation),
-        stride_tokens=message.stride_tokens,
+        stride_tokens=check_stride("stride_tokens", message.stride_tokens, len(record.digests) // DIGEST_BYTES),
         block_count=check_blocks("block_count", message.block_count),
-        size_bytes=message.size_bytes,
+        size_bytes=check_size("size_bytes", message.size_bytes),
         deadline_ms=check_instant("deadline_lender_ms", message.deadline_lender_ms),
         on_deadline=known("on_deadline", ON_DEADLINE_IN, message.on_deadline),
         fingerprint_hash=check_fingerprint("fingerprint_hash", message.fingerprint_hash),
-        record=decode_record(message.record),
+        record=record,
         traceparent=check_traceparent(message.traceparent),
         lapsed=message.lapsed,
     )

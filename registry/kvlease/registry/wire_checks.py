@@ -20,7 +20,9 @@ from kvlease.registry.values import (
     MAX_DIGESTS,
     MAX_ID_CHARS,
     MAX_INSTANT_MS,
+    MAX_SIZE_BYTES,
     MAX_TEXT_CHARS,
+    MAX_TOKENS,
     MAX_TRACEPARENT_CHARS,
     ConversationId,
     EndReason,
@@ -93,6 +95,21 @@ def check_blocks(field: str, count: int) -> int:
     if count > MAX_BLOCKS:
         raise InvalidRequest(f"{field} may be {MAX_BLOCKS} at most", field=field, limit=Limit.BLOCKS)
     return count
+
+
+def check_size(field: str, size_bytes: int) -> int:
+    if size_bytes > MAX_SIZE_BYTES:
+        raise InvalidRequest(f"{field} may be {MAX_SIZE_BYTES} at most", field=field)
+    return size_bytes
+
+
+def check_stride(field: str, tokens: int, strides: int) -> int:
+    """`tokens` of each stride, if there may be so many `strides` of them. Raises InvalidRequest."""
+    if not tokens:
+        raise InvalidRequest(f"{field} must be positive", field=field)
+    if tokens * strides > MAX_TOKENS:
+        raise InvalidRequest(f"{field} times {strides} digests may be {MAX_TOKENS} at most", field=field)
+    return tokens
 
 
 def check_digests(field: str, digests: bytes) -> bytes:

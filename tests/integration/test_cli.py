@@ -151,6 +151,22 @@ async def test_a_doctor_tells_an_engine_that_does_not_lend_from_one_that_is_down
         assert "to do: see that `kvlease registry` runs there" in away.out
 
 
+async def test_a_doctor_says_of_an_engine_that_cannot_be_asked_why() -> None:
+    odd = {
+        "http://{registry}": "what answers there speaks no HTTP/1.1",
+        "http://127.0.0.1:abc": "no URL that can be asked: nonnumeric port",
+        "http://h%00st": "no URL that can be asked",
+        "http://[::1": "Invalid IPv6 URL",
+    }
+    async with registry() as running:
+        urls = {url.format(registry=running.endpoint): fault for url, fault in odd.items()}
+        outcome = await running.ask("doctor", "--json", *(x for url in urls for x in ("--decode", url)))
+        assert (outcome.status, outcome.err) == (4, "")
+        told = {x["subject"]: str(x["text"]) for x in outcome.lines if x["about"] == "decode"}
+        assert told.keys() == urls.keys()
+        assert all(fault in told[url] for url, fault in urls.items()), told
+
+
 async def test_commands_prove_who_they_are(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     server = authority.server()

@@ -115,6 +115,10 @@ def test_on_one_host_loopback_is_where_engines_are() -> None:
     assert faults((local,), registry="127.0.0.1:7411") == []
 
 
+def test_an_engine_may_give_a_url_that_nobody_can_read() -> None:
+    assert faults((status(replace(engine("d0"), api_url="http://[::1")),)) == []
+
+
 @pytest.mark.parametrize(
     ("decode", "words"),
     [

@@ -200,7 +200,7 @@ def _addresses(registry: str, engines: Sequence[Engine]) -> Iterable[Finding]:
                 text=f"lends under {side_channel}, which other hosts cannot reach",
                 advice="set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of its host that prefill engines can reach",
             )
-        if far and engine.api_url and is_loopback(urlsplit(engine.api_url).hostname or ""):
+        if far and engine.api_url and is_loopback(_host(engine.api_url)):
             yield Finding(
                 grade=Grade.PROBLEM,
                 about="api_url",
@@ -258,6 +258,14 @@ def _lends(decode: DecodeEngine, statuses: Sequence[EngineStatus]) -> Finding:
         advice="see that its --kv-transfer-config has kv_connector_module_path kvlease.connector (without it vLLM runs "
         "its own connector and says nothing), this registry's address, and the api_url or engine id used here",
     )
+
+
+def _host(url: str) -> str:
+    """Of the URL; "" if it has none: engines may say what they like."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _by_value(pairs: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:

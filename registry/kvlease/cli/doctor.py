@@ -6,6 +6,7 @@ Asks only; changes nothing. Every question has a time limit; what cannot be aske
 from __future__ import annotations
 
 import asyncio
+import http.client
 import re
 import time
 import urllib.error
@@ -87,6 +88,10 @@ def _ask(engine: DecodeEngine, timeout_ms: int) -> DecodeEngine:
             return engine
     except urllib.error.HTTPError as error:
         return replace(engine, fault=f"HTTP {error.code}")
+    except http.client.InvalidURL as error:
+        return replace(engine, fault=f"no URL that can be asked: {error}")
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         return replace(engine, fault=str(reason) or type(error).__name__)
+    except http.client.HTTPException:
+        return replace(engine, fault="what answers there speaks no HTTP/1.1")

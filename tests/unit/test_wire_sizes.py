@@ -3,10 +3,11 @@ longest; what could be longer than its characters say is refused, and so is what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from kvlease.registry import wire
+from kvlease.registry import wire, wire_resolve
 from kvlease.registry.errors import InvalidRequest
 from kvlease.registry.servicer import PAGE_LEASES
 from kvlease.registry.values import (
@@ -25,9 +26,11 @@ from kvlease.registry.values import (
     Incarnation,
     LeaseEvent,
     LeaseEventType,
+    LeaseFilter,
     LeaseId,
     LeaseState,
     LeaseView,
+    ResolveQuery,
     TenantId,
 )
 from kvlease.registry.watch import EVENTS_PER_MESSAGE
@@ -103,3 +106,26 @@ def test_a_lease_that_no_answer_could_tell_of_is_refused(field: str, publication
 def test_the_largest_lease_can_be_told_of(publication: pb.PublishItem) -> None:
     value = wire.decode_publication(publication)
     wire.encode_lease(replace(LONGEST, tokens=value.tokens, size_bytes=value.size_bytes))
+
+
+QUERY = ResolveQuery(tenant=TenantId("t"), lease_id=LeaseId("l"))
+TENANT, LEASE, CHAT = TenantId("t"), LeaseId("l"), ConversationId("c")
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "send"),
+    [
+        ("from_revision", UINT64, lambda number: wire.encode_watch(LeaseFilter(), number)),
+        ("ttl_ms", UINT32, lambda number: wire.encode_renew(TENANT, LEASE, number)),
+        ("ttl_ms", UINT32, lambda number: wire_resolve.encode_naming(TENANT, CHAT, (), number)),
+        ("stride_tokens", UINT32, lambda number: wire_resolve.check_query(QUERY._replace(stride_tokens=number))),
+    ],
+)
+def test_a_number_that_no_request_can_hold_is_refused_by_name(
+    field: str, most: int, send: Callable[[int], object]
+) -> None:
+    send(most)
+    for number in (-1, most + 1):
+        with pytest.raises(InvalidRequest) as caught:
+            send(number)
+        assert caught.value.field == field

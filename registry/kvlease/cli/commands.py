@@ -148,8 +148,20 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     watch = _question(commands, "watch", "show lease events as they happen, until interrupted")
-    watch.add_argument("--from-revision", type=int, default=0, metavar="N", help="events after it (default: from now)")
-    watch.add_argument("--count", type=int, default=0, metavar="N", help="stop after so many events (default: never)")
+    watch.add_argument(
+        "--from-revision",
+        type=_within(0, 2**64 - 1),
+        default=0,
+        metavar="N",
+        help="events after it (default: from now)",
+    )
+    watch.add_argument(
+        "--count",
+        type=_within(0, 2**63 - 1),
+        default=0,
+        metavar="N",
+        help="stop after so many events (default: never)",
+    )
     _selection(watch)
     return parser
 

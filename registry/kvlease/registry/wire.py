@@ -59,6 +59,7 @@ from kvlease.registry.wire_checks import (
     check_stride,
     check_text,
     check_traceparent,
+    check_unsigned,
     check_url,
     check_width,
     decode_conversation,
@@ -308,7 +309,7 @@ def encode_renew(tenant: TenantId, lease_id: LeaseId, ttl_ms: int) -> pb.RenewRe
     """Raises InvalidRequest, as decoding it would."""
     check_id("tenant", tenant)
     check_id("lease_id", lease_id)
-    return pb.RenewRequest(tenant=tenant, lease_id=lease_id, ttl_ms=ttl_ms)
+    return pb.RenewRequest(tenant=tenant, lease_id=lease_id, ttl_ms=check_unsigned("ttl_ms", ttl_ms, 32))
 
 
 def decode_end(message: pb.EndRequest) -> EndOrder:
@@ -367,7 +368,7 @@ def decode_page_size(message: pb.ListLeasesRequest, *, default: int = 1_000) -> 
 
 def encode_watch(value: LeaseFilter, from_revision: int) -> pb.WatchRequest:
     """Raises InvalidRequest, as decoding it would."""
-    message = pb.WatchRequest(from_revision=from_revision)
+    message = pb.WatchRequest(from_revision=check_unsigned("from_revision", from_revision, 64))
     _fill_filter(message, value)
     return message
 

@@ -91,6 +91,13 @@ def check_instant(field: str, value_ms: int) -> int:
     return value_ms
 
 
+def check_unsigned(field: str, value: int, bits: int) -> int:
+    """`value` if a message can hold it, before one is made. Raises InvalidRequest."""
+    if not 0 <= value < 1 << bits:
+        raise InvalidRequest(f"{field} must be 0 to {(1 << bits) - 1}", field=field)
+    return value
+
+
 def check_blocks(field: str, count: int) -> int:
     if count > MAX_BLOCKS:
         raise InvalidRequest(f"{field} may be {MAX_BLOCKS} at most", field=field, limit=Limit.BLOCKS)

@@ -42,6 +42,7 @@ from kvlease.registry.wire_checks import (
     check_digests,
     check_id,
     check_traceparent,
+    check_unsigned,
     check_width,
     decode_conversation,
     decode_tenant,
@@ -87,7 +88,8 @@ def check_query(value: ResolveQuery) -> None:
     if value.fingerprint_hash:
         check_width("fingerprint_hash", value.fingerprint_hash, FINGERPRINT_BYTES)
     check_digests("digests", value.digests)
-    if value.digests and not 0 < value.stride_tokens < 2**32:
+    check_unsigned("stride_tokens", value.stride_tokens, 32)
+    if value.digests and not value.stride_tokens:
         raise InvalidRequest("stride_tokens must be given with digests", field="stride_tokens")
     if not (value.digests or value.lease_id or value.conversation):
         raise InvalidRequest("one of lease_id, conversation and digests must be given", field="digests")
@@ -228,5 +230,8 @@ def encode_naming(
     check_id("tenant", tenant)
     check_id("conversation", conversation)
     return pb.NameConversationRequest(
-        tenant=tenant, conversation=conversation, aliases=decode_aliases(aliases), ttl_ms=ttl_ms
+        tenant=tenant,
+        conversation=conversation,
+        aliases=decode_aliases(aliases),
+        ttl_ms=check_unsigned("ttl_ms", ttl_ms, 32),
     )

@@ -189,6 +189,26 @@ async def test_commands_prove_who_they_are(tmp_path: Path) -> None:
         assert (unusable.status, "No such file" in unusable.err) == (2, True)
 
 
+async def test_whose_certificate_is_not_believed_is_said(tmp_path: Path) -> None:
+    authority, foreign = Authority(tmp_path / "own"), Authority(tmp_path / "foreign", "foreign")
+    server, engine = authority.server(), authority.client("engine", "kvlease://lender/d0?tenant=*")
+    stranger = foreign.client("me", "kvlease://operator/me")
+    files = ("--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-ca", str(server.ca))
+    own_pair = ("--tls-cert", str(stranger.cert), "--tls-key", str(stranger.key))
+    async with registry(*files, credentials=engine.credentials) as running:
+        server_not, client_not, doctor = await asyncio.gather(
+            running.ask("leases", "--tls-ca", str(foreign.ca)),
+            running.ask("leases", "--tls-ca", str(authority.ca), *own_pair),
+            running.ask("doctor", "--tls-ca", str(foreign.ca)),
+        )
+    assert [x.status for x in (server_not, client_not, doctor)] == [1, 1, 1]
+    assert "--tls-cert" in client_not.err.splitlines()[-1]
+    for told in (server_not.err, doctor.out):
+        assert f"{running.endpoint}: CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate" in told
+        assert "see that --tls-ca is the CA of its certificate" in told
+        assert ": OK" not in told.splitlines()[-1]
+
+
 async def test_health_is_for_probes() -> None:
     async with registry() as running:
         serving, live = await asyncio.gather(running.ask("health", "--json"), running.ask("health", "--live"))

@@ -5,6 +5,8 @@ Pure. Invariant: where and what are always said; a reason that programs can matc
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvlease.registry.errors import (
     DeadlineExceeded,
     KvleaseError,
@@ -12,6 +14,11 @@ from kvlease.registry.errors import (
     RegistryUnavailable,
     Unauthenticated,
 )
+
+# In gRPC's words.
+_CERTIFICATE: Final = "CERTIFICATE_VERIFY_FAILED"
+_CLOSED: Final = ("Socket closed", "Connection reset")
+"""All that a client hears of a registry that does not accept its certificate."""
 
 
 def sentence(registry: str, error: KvleaseError) -> str:
@@ -36,6 +43,13 @@ def advice(error: KvleaseError) -> str:
             return "give --tls-ca, --tls-cert and --tls-key, or --token-file, of a router or an operator"
         case RegistryUnavailable() if "does not serve" in error.message:
             return "its log says why: a registry that has no contact with its store, or is going away, does not serve"
+        case RegistryUnavailable() if _CERTIFICATE in error.message:
+            return "see that --tls-ca is the CA of its certificate, and that its certificate is valid"
+        case RegistryUnavailable() if any(x in error.message for x in _CLOSED):
+            return (
+                "see that `kvlease registry` runs there, and whether it wants TLS (--tls-ca) "
+                "and a certificate of its CA from you (--tls-cert, --tls-key)"
+            )
         case RegistryUnavailable() | DeadlineExceeded():
             return "see that `kvlease registry` runs there, and whether it wants TLS (--tls-ca)"
         case _:

@@ -32,6 +32,8 @@ _QUESTION: Final = b"\x0a" + bytes([len(_SERVICE)]) + _SERVICE
 _NOT_SERVING: Final = b"\x08\x02"
 _SILENT: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _REASON: Final = "last error: "
+_CERTIFICATE: Final = "CERTIFICATE_VERIFY_FAILED"
+"""From here on it is said what is wrong with the registry's certificate."""
 
 
 class Cancellable(Protocol):
@@ -127,5 +129,7 @@ def cancelled() -> bool:
 def _unreachable(error: grpc.aio.AioRpcError) -> KvleaseError:
     """In the few words that matter of gRPC's many."""
     typed = from_rpc_error(error)
-    text = typed.message.rpartition(_REASON)[2].rpartition(": ")[2]
+    text = typed.message.rpartition(_REASON)[2].removesuffix(": OK")  # the status of what went well until then
+    certificate = text.find(_CERTIFICATE)
+    text = text[certificate:] if certificate >= 0 else text.rpartition(": ")[2]
     return RegistryUnavailable(text or typed.message)

@@ -55,7 +55,7 @@ M = TypeVar("M", bound=Message)
 
 IDS = st.text("abcXYZ019._:@/+=-", min_size=1, max_size=128)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
-URLS = st.text(st.characters(codec="ascii"), max_size=40)
+URLS = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=40)
 PAIRS = st.dictionaries(TEXTS, TEXTS, max_size=16).map(lambda pairs: tuple(sorted(pairs.items())))
 SIXTEEN = st.binary(min_size=16, max_size=16)
 UINT32 = st.integers(0, 2**32 - 1)
@@ -72,7 +72,7 @@ ENGINES = st.builds(
     engine_id=IDS.map(EngineId),
     incarnation=SIXTEEN.map(Incarnation),
     api_url=URLS,
-    version=TEXTS,
+    version=st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=40),
     fingerprint=FINGERPRINTS,
     labels=PAIRS,
 )

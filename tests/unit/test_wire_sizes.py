@@ -75,6 +75,15 @@ def test_a_url_takes_no_more_bytes_than_characters(url: str) -> None:
         wire.decode_engine(pb.Engine(engine_id="d", incarnation=b"i" * INCARNATION_BYTES, api_url=url))
 
 
+@pytest.mark.parametrize("field", ["api_url", "version"])
+@pytest.mark.parametrize("character", ["\n", "\r", "\t", "\x00", "\x1b", "\x7f", "\x9b"])
+def test_what_operators_see_of_an_engine_is_one_line(field: str, character: str) -> None:
+    message = pb.Engine(engine_id="d", incarnation=b"i" * INCARNATION_BYTES)
+    setattr(message, field, f"a{character}b")
+    with pytest.raises(InvalidRequest, match=field):
+        wire.decode_engine(message)
+
+
 def item(*, strides: int = 1, **fields: int) -> pb.PublishItem:
     record = pb.Record(digests=b"d" * strides * DIGEST_BYTES)
     good = pb.PublishItem(lease_id="l", tenant="t", stride_tokens=64, fingerprint_hash=b"f" * 16, record=record)

@@ -21,6 +21,7 @@ Limits (exceeding one is INVALID_ARGUMENT with the name of the limit, unless sai
   message 4 MiB, record 256 KiB, digests 4 096 per chain, blocks 65 536 per lease, items 256 per batch, ids 1-128 characters
   of [A-Za-z0-9._:@/+=-], tenant and engine id alike, traceparent 55 characters, aliases 64 per call. Instants are 0 to
   2^53 - 1 ms, sizes 0 to 2^53 - 1 bytes. A lease covers 2^32 - 1 tokens at most.
+  An engine's api_url and version have no control characters.
 """
 
 from collections import abc as _abc

@@ -20,6 +20,7 @@ from kvlease.cli.doctor import examine_deployment
 from kvlease.cli.faults import sentence
 from kvlease.cli.lease_ids import begun_by, starting
 from kvlease.cli.render import Output
+from kvlease.cli.visible import visible
 from kvlease.registry.client import RegistryClient
 from kvlease.registry.client_credentials import Credentials, CredentialsInvalid
 from kvlease.registry.errors import Compacted, InvalidRequest, KvleaseError, RegistryUnavailable
@@ -55,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
         sys.stderr.write(f"kvlease {options.command}: {error}\n")
         return exits.USAGE
     except KvleaseError as error:
-        sys.stderr.write(f"kvlease {options.command}: {sentence(options.registry, error)}\n")
+        sys.stderr.write(f"kvlease {options.command}: {visible(sentence(options.registry, error))}\n")
         return exits.FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
         if options.command == "watch":
@@ -196,7 +197,9 @@ async def _watch(client: RegistryClient, options: argparse.Namespace, output: Ou
         except (Compacted, RegistryUnavailable) as error:
             if isinstance(error, RegistryUnavailable) and not client.replicas.several:
                 raise
-            sys.stderr.write(f"kvlease watch: {error.message}; listing what there is now, and going on from there\n")
+            sys.stderr.write(
+                f"kvlease watch: {visible(error.message)}; listing what there is now, and going on from there\n"
+            )
             found = await client.list_leases(selection, timeout_ms=options.timeout_ms)
             output.listed(replace(found, leases=tuple(starting(found.leases, options.lease))))
             revision, source = found.revision, found.source

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from kvlease.cli.diagnosis import Finding
+from kvlease.cli.visible import visible
 from kvlease.registry.values import DIGEST_BYTES, EngineStatus, Hit, LeaseEvent, LeaseId, LeaseList, LeaseView, Miss
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Output:
             for x in found.leases
         ]
         _table(("lease", "tenant", "conversation", "engine", "state", "tokens", "blocks", "left"), rows)
-        sys.stdout.write(f"{len(rows)} leases at revision {found.revision}\n")
+        _say(f"{len(rows)} leases at revision {found.revision}")
 
     def engines(self, engines: Sequence[EngineStatus]) -> None:
         if self._as_json:
@@ -71,16 +72,16 @@ class Output:
             return
         hint = "" if count else ": none matched, or all had ended; see kvlease leases"
         which = "" if lease_id is None else f": {lease_id}"
-        sys.stdout.write(f"{count} {'lease' if count == 1 else 'leases'} ended{which}{hint}\n")
+        _say(f"{count} {'lease' if count == 1 else 'leases'} ended{which}{hint}")
 
     def findings(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             if self._as_json:
                 _line({**asdict(finding), "grade": finding.grade.value})
                 continue
-            sys.stdout.write(f"{finding.grade.value:8}{finding.about}: {finding.subject}: {finding.text}\n")
+            _say(f"{finding.grade.value:8}{finding.about}: {finding.subject}: {finding.text}")
             if finding.advice:
-                sys.stdout.write(f"{'':8}to do: {finding.advice}\n")
+                _say(f"{'':8}to do: {finding.advice}")
 
     def report(self, registry: str, report: Report) -> None:
         """Of `kvlease bench`. `registry`: HOST:PORT."""
@@ -97,9 +98,9 @@ class Output:
             for figure in report.figures:
                 _line({name: round(x, 3) if isinstance(x, float) else x for name, x in asdict(figure).items()})
             return
-        sys.stdout.write(
+        _say(
             f"{registry}: {report.registry.replica_id}, kvlease {report.registry.version}; {report.leases} leases of "
-            f"{report.tokens} tokens, a record of {report.record_bytes} bytes each\n"
+            f"{report.tokens} tokens, a record of {report.record_bytes} bytes each"
         )
         rows = [
             (_together(x), _latency(x.p50_ms), _latency(x.p99_ms), f"{x.rate:.0f} /s", str(x.calls), str(x.failed))
@@ -127,10 +128,10 @@ class Output:
                 }
             )
             return
-        sys.stdout.write(
+        _say(
             f"hit: lease {answer.lease_id} on {answer.engine_id}, {matched} of {strides} strides "
             f"({matched * stride_tokens} tokens at {stride_tokens} a stride), {answer.state.value}, "
-            f"{_seconds(answer.remaining_ms)} left\n"
+            f"{_seconds(answer.remaining_ms)} left"
         )
 
     def listed(self, found: LeaseList) -> None:
@@ -146,9 +147,9 @@ class Output:
             _line({"revision": revision, "type": what, **_lease(lease)})
         else:
             why = f" ({lease.end_reason.value})" if lease.end_reason is not None else ""
-            sys.stdout.write(
+            _say(
                 f"{revision} {what}{why} lease {lease.lease_id} of {lease.tenant}, "
-                f"conversation {lease.conversation or '-'}, on {lease.engine_id}, {lease.tokens} tokens\n"
+                f"conversation {lease.conversation or '-'}, on {lease.engine_id}, {lease.tokens} tokens"
             )
         sys.stdout.flush()
 
@@ -159,9 +160,9 @@ class Output:
             _line({"miss": miss.reason.value, "end_reason": ended, "lender_fingerprint": fields})
             return
         detail = f" ({ended})" if ended else ""
-        sys.stdout.write(f"miss: {miss.reason.value}{detail}\n")
+        _say(f"miss: {miss.reason.value}{detail}")
         for name, value in (fields or {}).items():
-            sys.stdout.write(f"  lender's {name}: {value}\n")
+            _say(f"  lender's {name}: {value}")
 
 
 def _lease(lease: LeaseView) -> Json:
@@ -203,14 +204,20 @@ def _engine(status: EngineStatus) -> Json:
 
 
 def _line(fields: Json) -> None:
-    sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+    _say(json.dumps(fields, ensure_ascii=False))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns as wide as they need to be: an id that is cut cannot be copied."""
-    widths = [max(len(head), *(len(row[i]) for row in rows), 0) for i, head in enumerate(heads)]
-    for row in (tuple(head.upper() for head in heads), *rows):
-        sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
+    lines = [tuple(head.upper() for head in heads), *(tuple(visible(cell) for cell in row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    for line in lines:
+        _say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _say(line: str) -> None:
+    """All that is said goes through here."""
+    sys.stdout.write(visible(line) + "\n")
 
 
 def _state(lease: LeaseView) -> str:

@@ -7,6 +7,7 @@ offending text, which may be hostile or private. A member that the contract lack
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, TypeVar
@@ -40,6 +41,7 @@ from kvlease.v1 import registry_pb2 as pb
 T = TypeVar("T")
 
 MAX_DIGEST_BYTES: Final = MAX_DIGESTS * DIGEST_BYTES
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 # Enums, by name; a member that the contract lacks fails here, at import.
 STATE_OUT: Final = {m: pb.LeaseState.Value(f"LEASE_STATE_{m.name}") for m in LeaseState}
@@ -133,11 +135,18 @@ def check_text(field: str, text: str) -> str:
     return text
 
 
+def check_line(field: str, text: str) -> str:
+    """A text without control characters: operators see it in their terminals."""
+    if _CONTROL.search(text):
+        raise InvalidRequest(f"{field} must have no control characters", field=field)
+    return check_text(field, text)
+
+
 def check_url(field: str, text: str) -> str:
-    """A text that is ASCII, as URLs are: so its characters are also its bytes in a message."""
+    """A line that is ASCII, as URLs are: so its characters are also its bytes in a message."""
     if not text.isascii():
         raise InvalidRequest(f"{field} must be ASCII", field=field)
-    return check_text(field, text)
+    return check_line(field, text)
 
 
 def check_traceparent(text: str) -> str:

@@ -219,6 +219,21 @@ async def test_health_is_for_probes() -> None:
     assert running.endpoint in gone.err
 
 
+async def test_health_of_several_replicas_is_that_of_one_that_serves() -> None:
+    gone, nowhere = f"127.0.0.1:{free_port()}", "127.0.0.1:1"
+    async with registry() as running:
+        serving, live = await asyncio.gather(
+            run("health", "--json", "--registry", f"{gone},{running.endpoint}"),
+            run("health", "--live", KVLEASE_REGISTRY=f"{gone}, {running.endpoint}"),
+        )
+        assert (serving.status, serving.lines) == (0, [{"registry": running.endpoint, "health": "SERVING"}])
+        assert (live.status, live.out) == (0, "SERVING\n")
+    none = await run("health", "--registry", f"{gone},{nowhere}", "--timeout-ms", "1000")
+    assert (none.status, none.out) == (1, "")
+    assert f"no answer from {gone}: " in none.err
+    assert f"no answer from {nowhere}: " in none.err
+
+
 async def test_health_tells_a_registry_without_its_store_from_one_that_hangs() -> None:
     here, nobody = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     given = ("--listen", here, "--metrics-listen", "none", "--store", f"etcd://{nobody}")

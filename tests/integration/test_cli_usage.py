@@ -1,13 +1,17 @@
-"""What commands refuse before they ask anybody: status 2, and one sentence that names the flag.
+"""What commands refuse before they ask anybody: status 2, and one sentence that names the flag; and where they write.
 
-No registry is needed; none is there.
+Where something is to be written there is a registry, else there is none.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
+
 import pytest
 
-from tests.integration.cli_process import run
+from tests.integration.cli_process import Running, registry, run
 from tests.ports import free_port
 
 NOWHERE = f"127.0.0.1:{free_port()}"
@@ -25,3 +29,31 @@ async def test_a_wrong_value_is_refused_in_a_sentence(given: str, said: str) -> 
     outcome = await run(*given.split(), "--registry", NOWHERE)
     assert (outcome.status, outcome.out) == (2, "")
     assert said in outcome.err.splitlines()[-1]
+
+
+def asking(running: Running) -> dict[str, str]:
+    """The environment of a command, with what Python does by itself: it keeps what is written until it is much."""
+    return {**os.environ, "KVLEASE_REGISTRY": running.endpoint, "PYTHONUNBUFFERED": ""}
+
+
+@pytest.mark.parametrize(("redirection", "said"), [(">/dev/full", "No space left on device"), (">&-", "is closed")])
+@pytest.mark.parametrize("command", ["--version", "leases", "health"])
+async def test_an_answer_that_cannot_be_written_is_a_failure(command: str, redirection: str, said: str) -> None:
+    async with registry() as running:
+        line = f"{sys.executable} -m kvlease.cli {command} {redirection}"
+        process = await asyncio.create_subprocess_shell(line, stderr=asyncio.subprocess.PIPE, env=asking(running))
+        _, err = await process.communicate()
+    assert process.returncode == 1
+    assert err.decode() in (f"kvlease: stdout: {said}\n", f"kvlease: stdout {said}\n")
+
+
+async def test_a_reader_may_have_enough() -> None:
+    async with registry() as running:
+        line = f"{sys.executable} -m kvlease.cli leases | true; echo ${{PIPESTATUS[0]}}"
+        process = await asyncio.create_subprocess_exec(
+            *("bash", "-c", line),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=asking(running),
+        )
+        assert await process.communicate() == (b"0\n", b"")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvlease.cli import exits
+from kvlease.cli import exits, stdout
 
 if TYPE_CHECKING:
     from kvlease.cli.diagnosis import DecodeEngine
@@ -43,7 +43,21 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and arguments[0] in SERVICES:
         return _serve(arguments[0], arguments[1:])
-    options = _parser().parse_args(arguments)
+    try:
+        stdout.flush()  # before anything is done of which nobody would hear
+        status = _ask(_parser().parse_args(arguments))
+        stdout.flush()
+    except BrokenPipeError:  # who reads has had enough
+        stdout.abandon()
+        return exits.DONE
+    except stdout.OutputLost as error:
+        stdout.abandon()
+        sys.stderr.write(f"kvlease: {error}\n")
+        return exits.FAILED
+    return status
+
+
+def _ask(options: argparse.Namespace) -> int:
     if options.command == "health":
         from kvlease.cli import health
 
@@ -71,7 +85,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from kvlease.registry.release import installed_version
 
-        sys.stdout.write(f"kvlease {installed_version()}\n")
+        stdout.say(f"kvlease {installed_version()}")
+        stdout.flush()
         parser.exit(exits.DONE)
 
 

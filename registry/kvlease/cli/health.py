@@ -15,6 +15,7 @@ from typing import Final
 
 import grpc
 from kvlease.cli import exits
+from kvlease.cli.stdout import say
 from kvlease.cli.visible import visible
 from kvlease.registry.client_credentials import Credentials, CredentialsInvalid
 from kvlease.registry.client_endpoints import parse_endpoints
@@ -52,8 +53,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _answer(options: argparse.Namespace, replica: str, status: str, exit_status: int) -> int:
-    text = json.dumps({"registry": replica, "health": status}) if options.json else status
-    sys.stdout.write(f"{text}\n")
+    say(json.dumps({"registry": replica, "health": status}) if options.json else status)
     return exit_status
 
 

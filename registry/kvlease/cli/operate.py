@@ -63,8 +63,6 @@ def main(options: argparse.Namespace) -> int:
             return exits.DONE
         sys.stderr.write(f"kvlease {options.command}: interrupted{_INTERRUPTED.get(options.command, '')}\n")
         return exits.FAILED
-    except BrokenPipeError:
-        return exits.DONE
 
 
 async def _run(options: argparse.Namespace) -> int:

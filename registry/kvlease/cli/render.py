@@ -7,12 +7,12 @@ The JSON keys are the field names of the values and stay as they are.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from kvlease.cli.diagnosis import Finding
+from kvlease.cli.stdout import flush, say
 from kvlease.cli.visible import visible
 from kvlease.registry.values import DIGEST_BYTES, EngineStatus, Hit, LeaseEvent, LeaseId, LeaseList, LeaseView, Miss
 
@@ -43,7 +43,7 @@ class Output:
             for x in found.leases
         ]
         _table(("lease", "tenant", "conversation", "engine", "state", "tokens", "blocks", "left"), rows)
-        _say(f"{len(rows)} leases at revision {found.revision}")
+        say(f"{len(rows)} leases at revision {found.revision}")
 
     def engines(self, engines: Sequence[EngineStatus]) -> None:
         if self._as_json:
@@ -72,16 +72,16 @@ class Output:
             return
         hint = "" if count else ": none matched, or all had ended; see kvlease leases"
         which = "" if lease_id is None else f": {lease_id}"
-        _say(f"{count} {'lease' if count == 1 else 'leases'} ended{which}{hint}")
+        say(f"{count} {'lease' if count == 1 else 'leases'} ended{which}{hint}")
 
     def findings(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             if self._as_json:
                 _line({**asdict(finding), "grade": finding.grade.value})
                 continue
-            _say(f"{finding.grade.value:8}{finding.about}: {finding.subject}: {finding.text}")
+            say(f"{finding.grade.value:8}{finding.about}: {finding.subject}: {finding.text}")
             if finding.advice:
-                _say(f"{'':8}to do: {finding.advice}")
+                say(f"{'':8}to do: {finding.advice}")
 
     def report(self, registry: str, report: Report) -> None:
         """Of `kvlease bench`. `registry`: HOST:PORT."""
@@ -98,7 +98,7 @@ class Output:
             for figure in report.figures:
                 _line({name: round(x, 3) if isinstance(x, float) else x for name, x in asdict(figure).items()})
             return
-        _say(
+        say(
             f"{registry}: {report.registry.replica_id}, kvlease {report.registry.version}; {report.leases} leases of "
             f"{report.tokens} tokens, a record of {report.record_bytes} bytes each"
         )
@@ -128,7 +128,7 @@ class Output:
                 }
             )
             return
-        _say(
+        say(
             f"hit: lease {answer.lease_id} on {answer.engine_id}, {matched} of {strides} strides "
             f"({matched * stride_tokens} tokens at {stride_tokens} a stride), {answer.state.value}, "
             f"{_seconds(answer.remaining_ms)} left"
@@ -147,11 +147,11 @@ class Output:
             _line({"revision": revision, "type": what, **_lease(lease)})
         else:
             why = f" ({lease.end_reason.value})" if lease.end_reason is not None else ""
-            _say(
+            say(
                 f"{revision} {what}{why} lease {lease.lease_id} of {lease.tenant}, "
                 f"conversation {lease.conversation or '-'}, on {lease.engine_id}, {lease.tokens} tokens"
             )
-        sys.stdout.flush()
+        flush()
 
     def _miss(self, miss: Miss) -> None:
         ended = miss.end_reason.value if miss.end_reason is not None else None
@@ -160,9 +160,9 @@ class Output:
             _line({"miss": miss.reason.value, "end_reason": ended, "lender_fingerprint": fields})
             return
         detail = f" ({ended})" if ended else ""
-        _say(f"miss: {miss.reason.value}{detail}")
+        say(f"miss: {miss.reason.value}{detail}")
         for name, value in (fields or {}).items():
-            _say(f"  lender's {name}: {value}")
+            say(f"  lender's {name}: {value}")
 
 
 def _lease(lease: LeaseView) -> Json:
@@ -204,7 +204,7 @@ def _engine(status: EngineStatus) -> Json:
 
 
 def _line(fields: Json) -> None:
-    _say(json.dumps(fields, ensure_ascii=False))
+    say(json.dumps(fields, ensure_ascii=False))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -212,12 +212,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     lines = [tuple(head.upper() for head in heads), *(tuple(visible(cell) for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     for line in lines:
-        _say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _say(line: str) -> None:
-    """All that is said goes through here."""
-    sys.stdout.write(visible(line) + "\n")
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _state(lease: LeaseView) -> str:

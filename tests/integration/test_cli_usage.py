@@ -23,6 +23,12 @@ NOWHERE = f"127.0.0.1:{free_port()}"
         ("watch --from-revision -1", "--from-revision: must be 0-"),
         ("watch --from-revision 99999999999999999999", "--from-revision: must be 0-"),
         ("watch --count -1", "--count: must be 0-"),
+        ("leases --timeout-ms 10000000000000", "--timeout-ms: must be 1-86400000"),
+        ("leases --timeout-ms 0", "--timeout-ms: must be 1-86400000"),
+        ("resolve --conversation c --stride-tokens -5", "--stride-tokens: must be 1-4294967295"),
+        ("bench --engine-id a~b", "--engine-id: must be 1-128 characters of"),
+        ("bench --tenant a~b", "--tenant: must be 1-128 characters of"),
+        ("leases --from-store memory", "--from-store must be etcd://HOST:PORT,HOST:PORT"),
     ],
 )
 async def test_a_wrong_value_is_refused_in_a_sentence(given: str, said: str) -> None:

@@ -33,6 +33,8 @@ STORE_FLAGS: Final = {
     "store-password-file": ("FILE", "a file with the user's password", ""),
 }
 BENCH: Final = "kvlease-bench"
+MOST_WAIT_MS: Final = 86_400_000
+"""A day; nobody waits longer, and gRPC's deadlines end somewhere."""
 _BEGINNING: Final = "the beginning of an id will do where no other lease shares it"
 Number = TypeVar("Number", int, float)
 SERVICES: Final = ("registry", "router")
@@ -141,7 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     resolve.add_argument("--lease", metavar="ID", help=f"this lease; {_BEGINNING}")
     resolve.add_argument("--conversation", metavar="ID", help="the longest lease of this conversation")
     resolve.add_argument("--digests", metavar="HEX", help="the longest common prefix with this digest chain")
-    resolve.add_argument("--stride-tokens", type=int, default=64, metavar="N", help="tokens a digest (default 64)")
+    resolve.add_argument(
+        "--stride-tokens", type=_within(1, 2**32 - 1), default=64, metavar="N", help="tokens a digest (default 64)"
+    )
     _tenant(resolve)
 
     bench = _question(
@@ -149,8 +153,10 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         "measure a running registry from here, with a lender and leases of its own, which it takes back",
     )
-    bench.add_argument("--tenant", default=BENCH, metavar="ID", help="one that nobody uses (default %(default)s)")
-    bench.add_argument("--engine-id", default=BENCH, metavar="ID", help="of its lender (default %(default)s)")
+    bench.add_argument(
+        "--tenant", type=_id, default=BENCH, metavar="ID", help="one that nobody uses (default %(default)s)"
+    )
+    bench.add_argument("--engine-id", type=_id, default=BENCH, metavar="ID", help="of its lender (default %(default)s)")
     bench.add_argument("--leases", type=_within(1, 10_000), default=100, metavar="N", help="(default %(default)s)")
     bench.add_argument(
         "--tokens", type=_within(64, 131_072), default=8_192, metavar="N", help="a lease (default %(default)s)"
@@ -196,7 +202,9 @@ def _question(
         variable = "KVLEASE_" + flag.upper().replace("-", "_")
         default = os.environ.get(variable, "")
         parser.add_argument(f"--{flag}", default=default, metavar="FILE", help=f"{text} (default: {variable})")
-    parser.add_argument("--timeout-ms", type=_positive, default=5_000, metavar="MS", help="(default %(default)s)")
+    parser.add_argument(
+        "--timeout-ms", type=_within(1, MOST_WAIT_MS), default=5_000, metavar="MS", help="(default %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     return parser
 
@@ -231,11 +239,12 @@ def _endpoints(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+def _id(text: str) -> str:
+    from kvlease.registry.values import MAX_ID_CHARS, is_id
+
+    if not is_id(text):
+        raise argparse.ArgumentTypeError(f"must be 1-{MAX_ID_CHARS} characters of [A-Za-z0-9._:@/+=-]")
+    return text
 
 
 def _within(low: Number, high: Number) -> Callable[[str], Number]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvlease.etcd import EtcdError
 from kvlease.registry.errors import InvalidRequest
+from kvlease.registry.settings import ETCD
 from kvlease.registry.store_dump import dump_leases
 from kvlease.registry.stores import StoreUnusable, etcd_settings
 from kvlease.registry.values import LeaseFilter, LeaseList
@@ -28,6 +29,8 @@ class _Place:
 
 async def leases_from_store(options: argparse.Namespace, wanted: LeaseFilter) -> LeaseList:
     """Raises InvalidRequest for flags that cannot be used, RegistryUnavailable."""
+    if not options.from_store.startswith(ETCD):
+        raise InvalidRequest("--from-store must be etcd://HOST:PORT,HOST:PORT", field="from-store")
     place = _Place(
         store=options.from_store,
         store_prefix=options.store_prefix,

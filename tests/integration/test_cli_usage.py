@@ -37,6 +37,13 @@ async def test_a_wrong_value_is_refused_in_a_sentence(given: str, said: str) -> 
     assert said in outcome.err.splitlines()[-1]
 
 
+async def test_a_store_that_is_away_is_not_taken_for_a_registry() -> None:
+    outcome = await run("leases", "--from-store", f"etcd://{NOWHERE}", "--registry", "127.0.0.1:1")
+    assert (outcome.status, outcome.out) == (1, "")
+    assert outcome.err.startswith(f"kvlease leases: etcd at {NOWHERE}: ")
+    assert "kvlease registry" not in outcome.err
+
+
 def asking(running: Running) -> dict[str, str]:
     """The environment of a command, with what Python does by itself: it keeps what is written until it is much."""
     return {**os.environ, "KVLEASE_REGISTRY": running.endpoint, "PYTHONUNBUFFERED": ""}

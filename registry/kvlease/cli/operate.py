@@ -56,7 +56,9 @@ def main(options: argparse.Namespace) -> int:
         sys.stderr.write(f"kvlease {options.command}: {error}\n")
         return exits.USAGE
     except KvleaseError as error:
-        sys.stderr.write(f"kvlease {options.command}: {visible(sentence(options.registry, error))}\n")
+        of_store = options.command == "leases" and options.from_store
+        told = f"{error.message} ({error.reason.value})" if of_store else sentence(options.registry, error)
+        sys.stderr.write(f"kvlease {options.command}: {visible(told)}\n")
         return exits.FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
         if options.command == "watch":

@@ -153,6 +153,16 @@ def test_reports_are_taken_before_blocks_of_failed_loads_are_given_back() -> Non
     assert "num_computed_tokens = 0" in inspect.getsource(Scheduler._handle_failed_recving), "failed loads start over"
 
 
+def test_blocks_go_into_the_prefix_cache_by_one_method_of_the_coordinator_and_not_before_a_load() -> None:
+    source = inspect.getsource(KVCacheManager)
+    assert source.count(".cache_blocks(") == source.count("self.coordinator.cache_blocks(") == 2
+    assert "cache_full_blocks" not in source
+    assert in_order(inspect.getsource(KVCacheManager.allocate_slots), ["if delay_cache_blocks:", "cache_blocks("])
+    assert in_order(
+        inspect.getsource(Scheduler.schedule), ["delay_cache_blocks=load_kv_async", "update_state_after_alloc("]
+    )
+
+
 def test_hooks_and_fields_that_are_built_upon_exist() -> None:
     for hook in (
         "bind_kv_cache_manager",

@@ -6,6 +6,7 @@ Two desks play a lender and a borrower on one host: what the one lends is what t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,21 @@ from tests.unit.test_adapters import until, write
 pytestmark = pytest.mark.engines
 
 PROMPT = tokens(10 * BLOCK_TOKENS)
+
+
+class Slow:
+    """Reads adapters when a test says so."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Future[Any], Any, Any]] = []
+
+    def submit(self, work: Any, *args: Any) -> Future[Any]:
+        self._asked.append((Future(), work, args))
+        return self._asked[-1][0]
+
+    def run(self) -> None:
+        for result, work, args in self._asked:
+            result.set_result(work(*args))
 
 
 def lora(folder: Path, *, number: int = 1, inplace: bool = False) -> Any:
@@ -203,6 +219,50 @@ def test_a_turn_is_lent_only_if_its_prefill_used_the_same_bytes(
     lender.step(Loads(finished={"turn"}))
     lender.run()
     assert lender.leases == (1 if theirs == "same" else 0)
+
+
+@pytest.mark.parametrize(("theirs", "found"), [("same", 9), ("other", 0), ("unknown", 0), (None, 0)])
+def test_no_other_turn_finds_kv_of_other_bytes(
+    engines: tuple[Desk, Desk], tmp_path: Path, theirs: str | None, found: int
+) -> None:
+    """An adapter gets other bytes engine by engine, decode first, or its files are not read everywhere yet."""
+    lender, _ = engines
+    adapter = lora(write(tmp_path / "a", b"one"))
+    known(lender, adapter)
+    received: dict[str, object] = {**LENDER_PARAMS, "do_remote_prefill": True, "remote_block_ids": [list(range(1, 11))]}
+    version = lender.side._weights._adapters
+    own = version._adapters.version(version._adapter(adapter)).hex()
+    said = {"same": own, "other": "00" * 32, "unknown": "unknown"}.get(theirs or "")
+    if said is not None:
+        received["kvlease_adapter"] = said
+    lender.add("turn", PROMPT, max_tokens=5, params=received, lora=adapter)
+    lender.step(Loads(finished={"turn"}))
+    lender.run()
+    lender.add("next", PROMPT, kvlease={"conversation": "c"}, lora=adapter)
+    assert lender.step().scheduled_new_reqs[0].num_computed_tokens == found * BLOCK_TOKENS
+    lender.run()
+    assert lender.leases == 1
+
+
+def test_kv_of_an_adapter_that_is_not_read_here_yet_locks_no_lending(
+    engines: tuple[Desk, Desk], tmp_path: Path
+) -> None:
+    """An engine's first turns. What it computes itself later is lent, without any reset."""
+    lender, _ = engines
+    adapter = lora(write(tmp_path / "a", b"one"))
+    watch = lender.side._weights._adapters._adapters
+    reader, watch._reader = watch._reader, Slow()
+    received: dict[str, object] = {**LENDER_PARAMS, "do_remote_prefill": True, "remote_block_ids": [list(range(1, 11))]}
+    turn = lender.add("turn", PROMPT, max_tokens=5, params={**received, "kvlease_adapter": "00" * 32}, lora=adapter)
+    lender.step(Loads(finished={"turn"}))
+    lender.run()
+    assert turn.num_output_tokens == 5
+    watch._reader.run()
+    watch._reader = reader
+    lender.add("next", PROMPT, kvlease={"conversation": "c"}, lora=adapter)
+    assert lender.step().scheduled_new_reqs[0].num_computed_tokens == 0
+    lender.run()
+    assert lender.leases == 1
 
 
 def test_a_prefill_says_which_adapter_it_used(engines: tuple[Desk, Desk], tmp_path: Path) -> None:

@@ -279,6 +279,51 @@ def test_a_turn_prefilled_with_other_weights_is_not_lent(theirs: str | None, lea
         assert lender.count(LENDER_NOT_LENT, reason="weights_changed") == 1 - leases
 
 
+@pytest.mark.parametrize("later", ["beside it", "after it", "prefilled elsewhere"])
+@pytest.mark.parametrize(("theirs", "found"), [("0", 3), ("0, step-17", 0), ("unknown", 0), (None, 3)])
+@pytest.mark.matrix(
+    group="Something changes under a lease",
+    condition="a turn after one prefilled with other weights",
+    lent="its own KV",
+    reused="-",
+    freed="-",
+    recomputed="what the other weights computed",
+)
+def test_no_other_turn_finds_kv_of_other_weights(theirs: str | None, found: int, later: str) -> None:
+    """A fleet renewed decode first: by now both sides have the same weights, and what a turn finds here is lent on."""
+    received: dict[str, object] = {**LENDER_PARAMS, "do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]]}
+    if theirs is not None:
+        received["kvlease_weights"] = theirs
+    with desk(DeskSettings(role="kv_consumer")) as lender:
+        turn = lender.add("turn", tokens(3 * BLOCK_TOKENS), max_tokens=BLOCK_TOKENS + 2, params=received)
+        lender.step(Loads(finished={"turn"}))
+        if later == "beside it":
+            lender.step()
+        else:
+            lender.run()
+            found += found // 3  # with what it has generated
+        prompt = [*turn.all_token_ids, *tokens(BLOCK_TOKENS, seed=1)]
+        params: dict[str, object] = {}
+        if later == "prefilled elsewhere":
+            blocks = [list(range(10, 10 + -(-len(prompt) // BLOCK_TOKENS)))]
+            params = {**received, "kvlease_weights": "0", "do_remote_prefill": True, "remote_block_ids": blocks}
+        lender.add("next", prompt, params=params, kvlease={"conversation": "c"})
+        output = lender.schedule()
+        if params:
+            fetched = output.kv_connector_metadata.reqs_to_recv["next"].local_block_ids[0]
+            assert len(fetched) == -(-len(prompt) // BLOCK_TOKENS) - found
+        else:
+            assert output.scheduled_new_reqs[0].num_computed_tokens == found * BLOCK_TOKENS
+        lender.finish(output, Loads(finished={"next"}) if params else None)
+        lender.run()
+        assert lender.leases == 1
+        lender.add("again", prompt)
+        output = lender.step()
+        assert output.scheduled_new_reqs[0].num_computed_tokens == len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+        lender.run()
+        assert not lender.side._weights._foreign
+
+
 def test_a_prefill_says_which_weights_it_was_made_with() -> None:
     with desk(DeskSettings(role="kv_producer")) as prefill:
         engine = Engine(prefill)

@@ -1,15 +1,16 @@
 """Where kvlease stands between vLLM's scheduler and its cache manager: leases give way before anything else does.
 
 vLLM tells a connector neither how many blocks a request lacks (running or waiting) nor that the prefix cache is about
-to be reset, so two methods of the one cache manager that the connector was given are wrapped on the instance. vLLM's
-classes stay as they are. Runs on the engine's thread.
+to be reset, and lets no connector say what must not go into that cache. So two methods of the one cache manager that
+the connector was given, and one of its coordinator, are wrapped on the instance. vLLM's classes stay as they are. Runs
+on the engine's thread.
 
 Invariant: the engine is told "no room" or "blocks are in use" only if it would be told so without any lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 FIRST_BLOCKS: Final = 16
@@ -58,6 +59,21 @@ def watch_resets(manager: Any, before: Callable[[], None], cleared: Callable[[],
         return done
 
     manager.reset_prefix_cache = reset_prefix_cache
+
+
+def keep_out(manager: Any, requests: Collection[str]) -> None:
+    """No block of these requests can be found in the prefix cache: theirs stay as they are where that cache is off.
+
+    What such a request has found there itself can still be found. `requests`: as their owner changes them.
+    """
+    coordinator = manager.coordinator
+    cache = coordinator.cache_blocks
+
+    def cache_blocks(request: Any, *args: Any, **kwargs: Any) -> None:
+        if request.request_id not in requests:
+            cache(request, *args, **kwargs)
+
+    coordinator.cache_blocks = cache_blocks
 
 
 def blocks_of(manager: Any, request_id: str) -> tuple[list[Any], ...]:

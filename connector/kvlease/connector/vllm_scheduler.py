@@ -230,6 +230,8 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
     @guarded
     def _allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         offered = self._reads.pop(request.request_id, None)
+        if offered is None and num_external_tokens:  # a lease is found by its weights, what a prefill hands over is not
+            self._weights.received(request)
         if offered is None or self._borrowing is None or num_external_tokens != offered[0].load_tokens:
             return
         read, computed_tokens = offered
@@ -293,17 +295,14 @@ class KvleaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLL
     def _finished(self, request: Request, block_ids: tuple[list[int], ...], handed_over: dict[str, Any] | None) -> None:
         self._weights.name(request, handed_over)
         request_id = request.request_id
+        self._weights.finished(request_id)
         if self._borrowing is not None:
             self._reads.pop(request_id, None)
             self._borrowing.forget(request_id)
         untouched = request_id in self._loaded and not request.num_output_tokens
         self._loaded.discard(request_id)
-        if (
-            self._lending is None
-            or self._identity is None
-            or untouched
-            or (request.kv_transfer_params or {}).get("do_remote_decode")
-        ):
+        prefill = (request.kv_transfer_params or {}).get("do_remote_decode")
+        if self._lending is None or self._identity is None or untouched or prefill:
             return
         params = self._params(request, self._instruments.not_lent)
         if params is None:

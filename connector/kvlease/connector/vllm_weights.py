@@ -3,7 +3,8 @@
 Between the engine's calls (`vllm_calls.py`) and the scheduler's side, which ends leases and introduces itself anew when
 told so. Runs on the engine's thread.
 
-Invariant: every lease has ended before a worker hears of a call that its KV may not outlive.
+Invariants: every lease has ended before a worker hears of a call that its KV may not outlive; KV that another engine
+computed with other weights, or with nobody knows which, serves its own turn and is in no prefix cache.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class WeightsWatch:
         self._end_leases = end_leases
         self._renamed = renamed
         self._manager: Any = None
+        self._foreign: set[str] = set()
+        """Requests with KV that another engine computed with other weights, or may have."""
 
     @property
     def version(self) -> str:
@@ -63,6 +66,7 @@ class WeightsWatch:
         """The engine's cache manager exists."""
         self._manager = manager
         vllm_cache.watch_resets(manager, lambda: self._end_leases(EndReason.CACHE_RESET), self._cleared)
+        vllm_cache.keep_out(manager, self._foreign)
         self._calls.open()
 
     def adapter(self, request: Request) -> AdapterVersion | AdapterUnknown:
@@ -81,6 +85,20 @@ class WeightsWatch:
         if adapter and prefilled.get("remote_engine_id") and prefilled.get(ADAPTER) != adapter.hex():
             return AdapterUnknown.UNKNOWN.value
         return None
+
+    def received(self, request: Request) -> None:
+        """A prefill engine's KV is about to come. If it may be of other weights than this engine's, no other turn may
+        find it: that one would be lent, or handed over, as computed with this engine's."""
+        self._foreign.add(request.request_id)
+        prefilled = request.kv_transfer_params or {}
+        if prefilled.get(WEIGHTS) not in (None, self.version):
+            return
+        adapter = self.adapter(request)
+        if not adapter or (not isinstance(adapter, AdapterUnknown) and prefilled.get(ADAPTER) == adapter.hex()):
+            self._foreign.discard(request.request_id)
+
+    def finished(self, request_id: str) -> None:
+        self._foreign.discard(request_id)
 
     def name(self, request: Request, handed_over: dict[str, Any] | None) -> None:
         """Says in what a prefill hands over what its KV was computed with. A stock engine does not: it is believed as

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="the scheduler is vLLM's: install the engines (make engines-venv)")
 
+from kvlease.registry.metrics import LENDER_LEASED_BLOCKS
+
 from tests.engines.engine import BLOCK_TOKENS
 from tests.engines.inprocess import Desk, DeskSettings, desk, tokens
 
@@ -23,6 +25,32 @@ def lend(lender: Desk, count: int, blocks: int) -> None:
             f"lent-{number}", tokens(blocks * BLOCK_TOKENS + 1, seed=number + 1), kvlease={"conversation": f"c{number}"}
         )
         lender.run()
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["chat-by-chat", "branches-of-one-request"])
+@pytest.mark.matrix(
+    group="Memory is wanted",
+    condition="many turns with one long beginning",
+    lent="all; what they share counts once",
+    reused="-",
+    freed="-",
+    recomputed="-",
+)
+def test_turns_with_one_long_beginning_are_all_lent(at_once: bool) -> None:
+    """Their leases list more blocks than the pool has, and hold half of it."""
+    system = tokens(20 * BLOCK_TOKENS, seed=70)
+    with desk(DeskSettings(role="kv_consumer", blocks=65)) as lender:
+        for number in range(6):
+            prompt = [*system, *tokens(10, seed=0 if at_once else number + 1)]
+            length = 2 * BLOCK_TOKENS + 1
+            lender.add(f"turn-{number}", prompt, max_tokens=length, kvlease={"conversation": f"c{number}"})
+            if not at_once:
+                lender.run(100)
+        lender.run(100)
+        assert lender.leases == 6
+        assert lender.side._lending._holder.live_blocks == 20 + 6 * 2
+        lender.step()
+        assert lender.count(LENDER_LEASED_BLOCKS) == 20 + 6 * 2
 
 
 @pytest.mark.matrix(
@@ -103,4 +131,22 @@ def test_leases_stay_when_their_end_would_not_help() -> None:
         for _ in range(5):
             lender.step()
         assert lender.leases == 1
+        lender.run(100)
+
+
+def test_leases_that_share_blocks_stay_when_their_end_would_not_help() -> None:
+    with desk(DeskSettings(role="kv_consumer", blocks=65)) as lender:
+        system = tokens(16 * BLOCK_TOKENS, seed=80)
+        for number in range(2):
+            lender.add(
+                f"lent-{number}", [*system, *tokens(66, seed=number + 1)], kvlease={"conversation": f"c{number}"}
+            )
+            lender.run()
+        lender.add("running", tokens(30 * BLOCK_TOKENS, seed=70), max_tokens=40)
+        lender.step()
+        lender.add("waiting", tokens(40 * BLOCK_TOKENS, seed=71), max_tokens=2)
+        for _ in range(5):
+            lender.step()
+        assert lender.leases == 2
+        assert lender.side._lending._holder.live_blocks == 20
         lender.run(100)

@@ -86,8 +86,8 @@ def live(leases: Leases, tenant: TenantId | None = None) -> dict[LeaseId, Lease]
 
 
 def held(leases: Iterable[Lease]) -> int:
-    """Blocks, counted once per lease."""
-    return sum(len(lease.blocks) for lease in leases)
+    """Blocks; those that several share count once."""
+    return len({block for lease in leases for block in lease.blocks})
 
 
 def by_deadline(leases: Leases) -> list[LeaseId]:
@@ -107,17 +107,20 @@ def by_loss(leases: Leases, tenant: TenantId | None = None) -> list[LeaseId]:
 def cheapest(leases: Leases, blocks: int, tenant: TenantId | None = None) -> list[LeaseId]:
     """As many of them as it takes to give `blocks`; none if that is not a positive number."""
     gone: list[LeaseId] = []
+    left = live(leases, tenant)
+    most = held(left.values()) - blocks
     for lease_id in by_loss(leases, tenant):
-        if held(leases[i] for i in gone) >= blocks:
+        if held(left.values()) <= most:
             break
         gone.append(lease_id)
+        del left[lease_id]
     return gone
 
 
 def room(
-    leases: Leases, lapse_order: Sequence[LeaseId], terms: LenderTerms, blocks: int, tenant: TenantId
+    leases: Leases, lapse_order: Sequence[LeaseId], terms: LenderTerms, new: Lease
 ) -> list[tuple[LeaseId, EndReason]]:
-    """Who ends, and why, so that one more lease of so many blocks fits."""
+    """Who ends, and why, so that one more lease fits."""
     gone: dict[LeaseId, EndReason] = {}
     left = dict(leases)
 
@@ -129,8 +132,9 @@ def room(
     if len(left) >= terms.slots:
         lapsed = [lease_id for lease_id in lapse_order if lease_id in left]
         end([lapsed[0] if lapsed else by_loss(left)[0]], EndReason.PRESSURE)
-    if terms.blocks_for(tenant) < terms.max_blocks:
-        excess = held(live(left, tenant).values()) + blocks - terms.blocks_for(tenant)
-        end(cheapest(left, excess, tenant), EndReason.QUOTA)
-    end(cheapest(left, held(live(left).values()) + blocks - terms.max_blocks), EndReason.PRESSURE)
+    if terms.blocks_for(new.tenant) < terms.max_blocks:
+        while held([*live(left, new.tenant).values(), new]) > terms.blocks_for(new.tenant):
+            end(by_loss(left, new.tenant)[:1], EndReason.QUOTA)
+    while held([*live(left).values(), new]) > terms.max_blocks:
+        end(by_loss(left)[:1], EndReason.PRESSURE)
     return list(gone.items())

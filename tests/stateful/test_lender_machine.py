@@ -167,18 +167,18 @@ class LenderMachine(RuleBasedStateMachine):
         }
         reads = max((lease.reads for lease in extended.values()), default=0)
         left = {other: lease for other, lease in self.model.items() if other not in extended}
-        expected = [(other, EndReason.SUPERSEDED) for other in extended] + room(
-            left, self.lapse_order, self.terms, len(turn.blocks), tenant
-        )
-        effects = self.holder.lend(loan, self.now_ms)
-        assert sorted(ends(effects)) == sorted(expected)
         limit_ms = self.now_ms + (self.terms.max_lifetime_ms or NEVER_MS)
         deadline_ms = min(self.now_ms + (TTL_MS if ttl_ms is None else ttl_ms), limit_ms)
-        assert [x.draft.deadline_ms for x in effects if isinstance(x, Announce)] == [deadline_ms]
         own = self.terms.self_renewing and ttl_ms is None
         lease = Lease(
             turn.blocks, turn.text, conversation, deadline_ms, limit_ms, tenant, self.now_ms, reads, self_renewing=own
         )
+        expected = [(other, EndReason.SUPERSEDED) for other in extended] + room(
+            left, self.lapse_order, self.terms, lease
+        )
+        effects = self.holder.lend(loan, self.now_ms)
+        assert sorted(ends(effects)) == sorted(expected)
+        assert [x.draft.deadline_ms for x in effects if isinstance(x, Announce)] == [deadline_ms]
         self._carry_out(effects, lease)
         self.model[lease_id] = lease
 
@@ -199,8 +199,8 @@ class LenderMachine(RuleBasedStateMachine):
             assert effects == [at_limit]
             return
         over = lease.lapsed and (
-            self._live() + len(lease.blocks) > self.terms.max_blocks
-            or self._live(lease.tenant) + len(lease.blocks) > self.terms.blocks_for(lease.tenant)
+            self._live(beside=lease) > self.terms.max_blocks
+            or self._live(lease.tenant, beside=lease) > self.terms.blocks_for(lease.tenant)
         )
         if over:
             assert effects == [RefuseRenewal(lease_id=lease_id, status=RenewStatus.PRESSURE)]
@@ -387,8 +387,9 @@ class LenderMachine(RuleBasedStateMachine):
         assert not any(isinstance(effect, Pin | Free | Unpin) for effect in effects)
         self._carry_out(effects)
 
-    def _live(self, tenant: TenantId | None = None) -> int:
-        return held(live(self.model, tenant).values())
+    def _live(self, tenant: TenantId | None = None, beside: Lease | None = None) -> int:
+        """Blocks that live leases hold, and this one."""
+        return held([*live(self.model, tenant).values(), *([beside] if beside else [])])
 
 
 TestLender = LenderMachine.TestCase

@@ -82,8 +82,8 @@ class LeaseHolder:
 
     @property
     def live_blocks(self) -> int:
-        """References held on blocks, counted once per live lease."""
-        return self._live.blocks
+        """Blocks that live leases hold; those that several share count once."""
+        return self._live.blocks()
 
     def count(self, state: LeaseState) -> int:
         lapsed = len(self._lapsed)
@@ -123,7 +123,7 @@ class LeaseHolder:
         reads, superseded = self._supersede(loan)
         if superseded:
             effects += (effect for effect in superseded if not isinstance(effect, AnnounceEnded))
-        effects += self._make_room(loan.tenant, len(blocks))
+        effects += self._make_room(loan)
         slot = self._free_slots.popleft()
         self._value = next_value(self._value)
         limit_ms = now_ms + terms.max_lifetime_ms if terms.max_lifetime_ms else None
@@ -131,7 +131,7 @@ class LeaseHolder:
         self_renewing = terms.self_renewing and loan.ttl_ms is None  # else somebody has chosen how long it may live
         held = Held(loan, blocks, slot, LeaseState.LIVE, deadline_ms, limit_ms, reads, self_renewing)
         self._held[loan.lease_id] = held
-        self._live.add(loan.lease_id, loan.tenant, len(blocks), reads=reads, now_ms=now_ms)
+        self._live.add(loan.lease_id, loan.tenant, loan.block_ids, reads=reads, now_ms=now_ms)
         self._deadlines.schedule(held, ahead=True)
         if loan.conversation is not None:
             self._by_conversation.setdefault((loan.tenant, loan.conversation), set()).add(loan.lease_id)
@@ -162,14 +162,12 @@ class LeaseHolder:
             if deadline_ms <= now_ms or (deadline_ms == held.deadline_ms and held.state is LeaseState.LIVE):
                 return effects
         if held.state is LeaseState.LAPSED:
-            tenant, blocks = held.loan.tenant, len(held.blocks)
-            most, tenants = self._terms.max_blocks, self._terms.blocks_for(tenant)
-            if self._live.blocks + blocks > most or self._live.blocks_of(tenant) + blocks > tenants:
+            if self._excess(held.loan) > 0 or self._excess(held.loan, held.loan.tenant) > 0:
                 return [RefuseRenewal(lease_id=lease_id, status=RenewStatus.PRESSURE)]
             effects.append(Pin(blocks=held.blocks))
             del self._lapsed[lease_id]
             held.state = LeaseState.LIVE
-            self._live.add(lease_id, tenant, blocks, reads=held.reads, now_ms=now_ms)
+            self._live.add(lease_id, held.loan.tenant, held.loan.block_ids, reads=held.reads, now_ms=now_ms)
         else:
             self._live.used(lease_id, reads=held.reads, now_ms=now_ms)
         return [*effects, self._renewed(held, deadline_ms)]
@@ -224,13 +222,11 @@ class LeaseHolder:
     def relieve(
         self, wanted_blocks: int, tenant: TenantId | None = None, reason: EndReason = EndReason.PRESSURE
     ) -> list[Effect]:
-        """Ends live leases, the cheapest loss first, until their blocks sum up to `wanted_blocks`."""
+        """Ends live leases, the cheapest loss first, until those left hold `wanted_blocks` fewer."""
         effects: list[Effect] = []
-        given = 0
-        while given < wanted_blocks and (cheapest := self._live.cheapest(tenant)) is not None:
-            held = self._held[cheapest]
-            given += len(held.blocks)
-            effects += self._end(held, reason)
+        most = self._live.blocks(tenant) - wanted_blocks
+        while self._live.blocks(tenant) > most and (cheapest := self._live.cheapest(tenant)) is not None:
+            effects += self._end(self._held[cheapest], reason)
         return effects
 
     def ease(self, free_blocks: int) -> list[Effect]:
@@ -239,10 +235,9 @@ class LeaseHolder:
         Leases lapse where they may: what nobody needs after all stays readable. At most LAPSES_PER_TICK of them.
         """
         effects: list[Effect] = []
-        missing, left = self._terms.keep_free_blocks - free_blocks, LAPSES_PER_TICK
-        while missing > 0 and left and (cheapest := self._live.cheapest()) is not None:
-            held = self._held[cheapest]
-            missing, left = missing - len(held.blocks), left - 1
+        most, left = self._live.blocks() - (self._terms.keep_free_blocks - free_blocks), LAPSES_PER_TICK
+        while self._live.blocks() > most and left and (cheapest := self._live.cheapest()) is not None:
+            held, left = self._held[cheapest], left - 1
             effects += self._lapse(held) if self._lapses(held) else self._end(held, EndReason.PRESSURE)
         return effects
 
@@ -308,15 +303,24 @@ class LeaseHolder:
         reads = max((held.reads for held in covered), default=0)
         return reads, [effect for held in covered for effect in self._end(held, EndReason.SUPERSEDED)]
 
-    def _make_room(self, tenant: TenantId, blocks: int) -> list[Effect]:
+    def _make_room(self, loan: Loan) -> list[Effect]:
         effects: list[Effect] = []
         if not self._free_slots:
-            first_lapsed = next(iter(self._lapsed), None)
-            effects += self.relieve(1) if first_lapsed is None else self.end(first_lapsed, EndReason.PRESSURE)
-        over_share = self._live.blocks_of(tenant) + blocks - self._terms.blocks_for(tenant)
-        if self._terms.blocks_for(tenant) < self._terms.max_blocks:
-            effects += self.relieve(over_share, tenant, EndReason.QUOTA)
-        return effects + self.relieve(self._live.blocks + blocks - self._terms.max_blocks)
+            gone = next(iter(self._lapsed), None) or self._live.cheapest()
+            assert gone is not None
+            effects += self.end(gone, EndReason.PRESSURE)
+        # What an end gives back may be the loan's own, so that one look is not always enough.
+        if self._terms.blocks_for(loan.tenant) < self._terms.max_blocks:
+            while (excess := self._excess(loan, loan.tenant)) > 0:
+                effects += self.relieve(excess, loan.tenant, EndReason.QUOTA)
+        while (excess := self._excess(loan)) > 0:
+            effects += self.relieve(excess)
+        return effects
+
+    def _excess(self, loan: Loan, tenant: TenantId | None = None) -> int:
+        """Blocks that all live leases, or the tenant's, would hold above what they may with this one among them."""
+        most = self._terms.max_blocks if tenant is None else self._terms.blocks_for(tenant)
+        return self._live.blocks_with(loan.block_ids, tenant) - most
 
     def _lapses(self, held: Held) -> bool:
         """Whether it lapses when its blocks are given back, instead of ending."""
@@ -366,10 +370,10 @@ class LeaseHolder:
     def check(self) -> None:
         """Rebuilds every index and compares; raises AssertionError on a difference. For tests and the simulation."""
         self._live.check()
-        live = sum(len(h.blocks) for h in self._held.values() if h.state is LeaseState.LIVE)
-        assert live == self._live.blocks, f"live blocks {self._live.blocks}, recounted {live}"
+        assert len(self._live) == self.count(LeaseState.LIVE)
+        assert self._live.blocks() <= self._terms.max_blocks, "live leases hold more than their share of the pool"
         for tenant in {h.loan.tenant for h in self._held.values()}:
-            assert self._live.blocks_of(tenant) <= self._terms.blocks_for(tenant), f"{tenant} has more than its share"
+            assert self._live.blocks(tenant) <= self._terms.blocks_for(tenant), f"{tenant} has more than its share"
         assert set(self._lapsed) == {i for i, h in self._held.items() if h.state is LeaseState.LAPSED}
         slots = [h.slot for h in self._held.values()]
         assert len(set(slots)) == len(slots), "two leases share a slot"

@@ -12,8 +12,11 @@ import heapq
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from kvlease.connector.lender_blocks import HeldBlocks
 from kvlease.registry.values import LeaseId, TenantId
 
+Blocks = tuple[tuple[int, ...], ...]
+"""Of one lease: its block ids, per KV group."""
 HEAD_START_MS: Final = 120_000
 """Of a lease whose conversation is known to come back: the median pause between two turns of a chat."""
 _STALE: Final = 64
@@ -31,7 +34,7 @@ class Loss(NamedTuple):
 @dataclass(slots=True)
 class _Live:
     tenant: TenantId
-    blocks: int
+    blocks: Blocks
     loss: Loss
 
 
@@ -41,7 +44,7 @@ class _Heap:
     def __init__(self) -> None:
         self.entries: list[Loss] = []
         self.leases = 0
-        self.blocks = 0
+        self.held = HeldBlocks()
 
     def first(self, leases: dict[LeaseId, _Live]) -> Loss | None:
         while self.entries:
@@ -70,21 +73,22 @@ class LiveLeases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    @property
-    def blocks(self) -> int:
-        """References on blocks, counted once per lease."""
-        return self._all.blocks
+    def blocks(self, tenant: TenantId | None = None) -> int:
+        """Blocks that leases hold, of all or of one tenant; those that several share count once."""
+        heap = self._heap(tenant)
+        return 0 if heap is None else heap.held.count
 
-    def blocks_of(self, tenant: TenantId) -> int:
-        heap = self._tenants.get(tenant)
-        return 0 if heap is None else heap.blocks
+    def blocks_with(self, blocks: Blocks, tenant: TenantId | None = None) -> int:
+        """The same with one more lease."""
+        heap = self._heap(tenant)
+        return sum(map(len, blocks)) if heap is None else heap.held.count + heap.held.more(blocks)
 
-    def add(self, lease_id: LeaseId, tenant: TenantId, blocks: int, *, reads: int, now_ms: int) -> None:
+    def add(self, lease_id: LeaseId, tenant: TenantId, blocks: Blocks, *, reads: int, now_ms: int) -> None:
         loss = _loss(lease_id, reads, now_ms)
         self._leases[lease_id] = _Live(tenant, blocks, loss)
         for heap in (self._all, self._tenants.setdefault(tenant, _Heap())):
             heap.leases += 1
-            heap.blocks += blocks
+            heap.held.add(blocks)
             heap.push(loss, self._leases)
 
     def drop(self, lease_id: LeaseId) -> None:
@@ -92,7 +96,7 @@ class LiveLeases:
         own = self._tenants[live.tenant]
         for heap in (self._all, own):
             heap.leases -= 1
-            heap.blocks -= live.blocks
+            heap.held.drop(live.blocks)
         if not own.leases:
             del self._tenants[live.tenant]
 
@@ -107,15 +111,19 @@ class LiveLeases:
 
     def cheapest(self, tenant: TenantId | None = None) -> LeaseId | None:
         """The lease to lose first, of all or of one tenant; None if there is none."""
-        heap = self._all if tenant is None else self._tenants.get(tenant)
+        heap = self._heap(tenant)
         loss = None if heap is None else heap.first(self._leases)
         return None if loss is None else loss.lease_id
+
+    def _heap(self, tenant: TenantId | None) -> _Heap | None:
+        return self._all if tenant is None else self._tenants.get(tenant)
 
     def check(self) -> None:
         """Recounts; raises AssertionError on a difference. For tests and the simulation."""
         for tenant, heap in [(None, self._all), *self._tenants.items()]:
             mine = [live for live in self._leases.values() if tenant in (None, live.tenant)]
-            assert (heap.leases, heap.blocks) == (len(mine), sum(live.blocks for live in mine))
+            assert heap.leases == len(mine)
+            heap.held.check(group for live in mine for group in live.blocks)
             assert {live.loss for live in mine} <= set(heap.entries), "a live lease has no entry"
 
 

@@ -46,7 +46,7 @@ class LenderTerms:
     slots: int
     """Leases at most: one slot of the seal table each."""
     max_blocks: int
-    """Blocks that live leases may hold, counted once per lease."""
+    """Blocks that live leases may hold; those that several share count once."""
     ttl_ms: int = 480_000
     max_lifetime_ms: int = 0
     """From a lease's publish to its last possible deadline, whatever is asked; 0: as long as somebody renews it."""

@@ -87,7 +87,7 @@ LENDER_LEASES: Final = Metric(
     name="kvlease_lender_leases", text="Leases held on this engine, by state", labels=("state",)
 )
 LENDER_LEASED_BLOCKS: Final = Metric(
-    name="kvlease_lender_leased_blocks", text="References that live leases hold on blocks of this engine"
+    name="kvlease_lender_leased_blocks", text="Blocks of this engine that live leases hold"
 )
 LENDER_LEASED_BYTES: Final = Metric(
     name="kvlease_lender_leased_bytes", text="KV bytes of this engine that live leases hold"

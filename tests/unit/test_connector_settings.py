@@ -55,6 +55,44 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
         settings(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "decode-0:8200",
+        "x y",
+        "http://",
+        "http:///v1",
+        "http://:8200",
+        "ftp://decode-0:8200",
+        "HTTP://decode-0:8200",
+        "http://@decode-0:8200",
+        "http://user:pw@decode-0:8200",
+        "http://user@decode-0",
+        "http://decode-0:8200 ",
+        "http://decode 0:8200",
+        "http://decode-0:8200/\n",
+        "http://décode:8200",
+        "http://decode-0:port",
+        "http://decode-0:99999",
+        "http://decode-0:0",
+        "http://[::1:8200",
+        "http://decode-0:8200/?a=b",
+        "http://decode-0:8200/#a",
+    ],
+)
+def test_an_api_url_that_no_router_could_use_is_refused(url: str) -> None:
+    with pytest.raises(SettingsInvalid, match=r"api_url: .*must be http://HOST:PORT or https://HOST:PORT") as refused:
+        settings(api_url=url)
+    assert "pw" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://decode-0:8200", "https://decode.example/v1/", "http://10.0.0.7:1", "http://[::1]:8200"]
+)
+def test_an_api_url_is_kept_as_it_is(url: str) -> None:
+    assert settings(api_url=url).api_url == url
+
+
 def test_a_mode_says_what_is_not_said_otherwise() -> None:
     fixed, heartbeat, elastic = settings(), settings(mode="heartbeat"), settings(mode="elastic")
     assert (fixed.mode, fixed.lease_ttl_ms, fixed.max_lifetime_ms, fixed.renewable) == (Mode.FIXED, 480_000, 0, False)

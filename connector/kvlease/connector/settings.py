@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Final, Self
+from urllib.parse import urlsplit
 
 from kvlease.registry.client_credentials import Credentials
 from kvlease.registry.client_endpoints import parse_endpoints
@@ -44,8 +45,25 @@ def _tenant(text: TenantId) -> TenantId:
     return text
 
 
+def _api_url(text: str) -> str:
+    """What a router could be told of a decode engine by hand. The URL is not repeated: it may hold a password."""
+    try:
+        parts = urlsplit(text)
+        usable = bool(parts.hostname) and parts.username is None and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        usable = False
+    plain = all("!" <= character <= "~" and character not in "?#" for character in text)
+    if text and not (text.startswith(("http://", "https://")) and usable and plain):
+        raise ValueError(
+            "must be http://HOST:PORT or https://HOST:PORT, perhaps with a path, in ASCII without spaces, user, query "
+            "or fragment"
+        )
+    return text
+
+
 Endpoints = Annotated[str, AfterValidator(_endpoints)]
 OptionalEndpoint = Annotated[str, AfterValidator(_optional_endpoint)]
+ApiUrl = Annotated[str, AfterValidator(_api_url)]
 Tenant = Annotated[TenantId, AfterValidator(_tenant)]
 
 
@@ -108,7 +126,7 @@ class ConnectorSettings(BaseSettings):
     read_limit_ms: int = Field(5_000, ge=50, le=60_000, description="limit of a READ and of its proof")
     proof_poll_us: int = Field(300, ge=0, le=2_000, description="how long a step may wait for a seal READ")
     default_tenant: Tenant = Field(DEFAULT_TENANT, description="tenant of requests that name none")
-    api_url: str = Field("", max_length=512, description="base URL of this engine's OpenAI API, for routers")
+    api_url: ApiUrl = Field("", max_length=512, description="base URL of this engine's OpenAI API, for routers")
     model_id: str = Field("", max_length=256, description="name of the model if its path differs between engines")
     weights_version: str = Field("0", max_length=64, description="change it whenever the weights change in place")
     harmless_calls: tuple[str, ...] = Field(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from typing import Self
 
 from kvlease.connector.journal import Journal
 from kvlease.connector.link import Link
@@ -166,5 +167,36 @@ async def test_a_lender_with_new_weights_says_so_and_goes_on_lending() -> None:
             assert miss.lender_fingerprint is not None
             assert miss.lender_fingerprint.differences(OLD) == ("weights_version",)
             assert [status.engine.fingerprint for status in await client.list_engines()] == [NEW]
+        finally:
+            link.close()
+
+
+class SlowProbe(LenderProbe):
+    """Takes a while to open, as anything may on a busy machine."""
+
+    async def __aenter__(self) -> Self:
+        await asyncio.sleep(0.3)
+        return await super().__aenter__()
+
+
+async def test_what_is_lent_while_the_link_still_opens_is_published() -> None:
+    clock = SystemClock()
+    registry = RegistrySettings(listen="127.0.0.1:0", metrics_listen=NO_METRICS)
+    async with RegistryServer(registry) as server, RegistryClient(server.endpoint) as client:
+        settings = ConnectorSettings.load({"registry": server.endpoint})
+        probe = SlowProbe(NoSideChannel(), clock, settings.probe_ms)
+        link = Link(settings, clock, Journal(configure_tracing("test")), probe)
+        link.start()
+        try:
+            link.lend_as(ENGINE)
+            for name in ("first", "second"):
+                made = lease(name, OLD, clock.now_ms(), conversation=name)
+                link.call(link.with_session, lambda session, made=made: session.publish(made))
+            link.call(link.with_session, lambda session: session.ended(LeaseId("first"), EndReason.REUSED))
+
+            async def published() -> bool:
+                return [x.lease_id for x in (await client.list_leases()).leases] == ["second"]
+
+            await eventually(published, "what is still held")
         finally:
             link.close()

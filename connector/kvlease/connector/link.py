@@ -104,6 +104,8 @@ class Link:
         self._answered = 0
         """Of them, those that are over; counted by this thread alone."""
         self._engine: Engine | None = None
+        self._early: list[Callable[[LenderSession], None]] = []
+        """What is to be told in a session that is still to be opened."""
         self._work: deque[Callable[[], object]] = deque()
         self._woken = False
         self._ended = False
@@ -250,6 +252,9 @@ class Link:
         if self._client is not None and self._engine is not None and self._session is None:
             self._session = LenderSession(self._client, self._engine, clock=self._clock, listener=self)
             self._spawn(self._keep_session(self._session, before))
+            self._work.extendleft(partial(self.with_session, action) for action in reversed(self._early))
+            self._early.clear()
+            self._do_work()
 
     async def _keep_session(self, session: LenderSession, before: LenderSession | None) -> None:
         if before is not None:
@@ -261,9 +266,12 @@ class Link:
             log.error("kvlease: this engine lends no more: %s", error)
 
     def with_session(self, action: Callable[[LenderSession], None]) -> None:
-        """In this thread: tells the registry something, if this engine lends."""
+        """In this thread: tells the registry something, if this engine lends; what it lends before there is a session
+        is told once there is one."""
         if self._session is not None:
             action(self._session)
+        elif self._engine is not None:
+            self._early.append(action)
 
     def _spawn_ends(self, told: threading.Event) -> None:
         self._spawn(self._end_all(told))

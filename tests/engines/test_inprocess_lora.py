@@ -201,6 +201,15 @@ def test_a_known_adapters_lease_is_read(engines: tuple[Desk, Desk], tmp_path: Pa
     borrower.run()
 
 
+def handed_over(lender: Desk, adapter: Any, theirs: str | None) -> dict[str, object]:
+    """PROMPT's KV from a prefill engine that says it used "same", "other" or "unknown" bytes; None: a stock one."""
+    received: dict[str, object] = {**LENDER_PARAMS, "do_remote_prefill": True, "remote_block_ids": [list(range(1, 11))]}
+    version = lender.side._weights._adapters
+    own = version._adapters.version(version._adapter(adapter)).hex()
+    said = {"same": own, "other": "00" * 32, "unknown": "unknown"}.get(theirs or "")
+    return received if said is None else {**received, "kvlease_adapter": said}
+
+
 @pytest.mark.parametrize("theirs", ["same", "other", "unknown", None])
 def test_a_turn_is_lent_only_if_its_prefill_used_the_same_bytes(
     engines: tuple[Desk, Desk], tmp_path: Path, theirs: str | None
@@ -209,12 +218,7 @@ def test_a_turn_is_lent_only_if_its_prefill_used_the_same_bytes(
     lender, _ = engines
     adapter = lora(write(tmp_path / "a", b"one"))
     known(lender, adapter)
-    received: dict[str, object] = {**LENDER_PARAMS, "do_remote_prefill": True, "remote_block_ids": [list(range(1, 11))]}
-    version = lender.side._weights._adapters
-    own = version._adapters.version(version._adapter(adapter)).hex()
-    said = {"same": own, "other": "00" * 32, "unknown": "unknown"}.get(theirs or "")
-    if said is not None:
-        received["kvlease_adapter"] = said
+    received = handed_over(lender, adapter, theirs)
     lender.add("turn", PROMPT, max_tokens=5, params=received, kvlease={"conversation": "c"}, lora=adapter)
     lender.step(Loads(finished={"turn"}))
     lender.run()
@@ -229,12 +233,7 @@ def test_no_other_turn_finds_kv_of_other_bytes(
     lender, _ = engines
     adapter = lora(write(tmp_path / "a", b"one"))
     known(lender, adapter)
-    received: dict[str, object] = {**LENDER_PARAMS, "do_remote_prefill": True, "remote_block_ids": [list(range(1, 11))]}
-    version = lender.side._weights._adapters
-    own = version._adapters.version(version._adapter(adapter)).hex()
-    said = {"same": own, "other": "00" * 32, "unknown": "unknown"}.get(theirs or "")
-    if said is not None:
-        received["kvlease_adapter"] = said
+    received = handed_over(lender, adapter, theirs)
     lender.add("turn", PROMPT, max_tokens=5, params=received, lora=adapter)
     lender.step(Loads(finished={"turn"}))
     lender.run()

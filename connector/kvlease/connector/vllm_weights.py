@@ -79,22 +79,18 @@ class WeightsWatch:
             return "unsupported"
         if isinstance(adapter, AdapterUnknown):
             return adapter.value
-        prefilled = request.kv_transfer_params or {}
-        if not self.known or prefilled.get(WEIGHTS) not in (None, self.version):
+        if not self.known or not self._prefilled_with_these(request):
             return "weights_changed"
-        if adapter and prefilled.get("remote_engine_id") and prefilled.get(ADAPTER) != adapter.hex():
+        prefilled_elsewhere = (request.kv_transfer_params or {}).get("remote_engine_id")
+        if prefilled_elsewhere and not _prefilled_with(request, adapter):
             return AdapterUnknown.UNKNOWN.value
         return None
 
     def received(self, request: Request) -> None:
         """A prefill engine's KV is about to come. If it may be of other weights than this engine's, no other turn may
         find it: that one would be lent, or handed over, as computed with this engine's."""
-        self._foreign.add(request.request_id)
-        prefilled = request.kv_transfer_params or {}
-        if prefilled.get(WEIGHTS) not in (None, self.version):
-            return
-        adapter = self.adapter(request)
-        if not adapter or (not isinstance(adapter, AdapterUnknown) and prefilled.get(ADAPTER) == adapter.hex()):
+        self._foreign.add(request.request_id)  # also if what follows fails
+        if self._prefilled_with_these(request) and _prefilled_with(request, self.adapter(request)):
             self._foreign.discard(request.request_id)
 
     def finished(self, request_id: str) -> None:
@@ -114,6 +110,10 @@ class WeightsWatch:
         """A request has arrived and has no KV yet: if nobody else has any either, none of it is of earlier weights."""
         if self._weights.mixed and vllm_cache.is_empty(self._manager):
             self._weights.forgotten()
+
+    def _prefilled_with_these(self, request: Request) -> bool:
+        """Whether a prefill engine, if there was one, had this engine's weights; one that does not say is believed."""
+        return (request.kv_transfer_params or {}).get(WEIGHTS) in (None, self.version)
 
     def close(self) -> None:
         self._calls.close()
@@ -147,3 +147,10 @@ def plain(request: Request) -> bool:
     """Whether the request's tokens and what is said beside them decide its KV. Embeddings given as such are nobody's to
     share, and a request that must not read the prefix cache must not read a lease either."""
     return request.prompt_embeds is None and not request.skip_reading_prefix_cache
+
+
+def _prefilled_with(request: Request, adapter: AdapterVersion | AdapterUnknown) -> bool:
+    """Whether the prefill engine says that it used this adapter; there is nothing to say where there is none."""
+    if isinstance(adapter, AdapterUnknown):
+        return False
+    return not adapter or (request.kv_transfer_params or {}).get(ADAPTER) == adapter.hex()
